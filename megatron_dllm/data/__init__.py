@@ -1,0 +1,1 @@
+"""Sources of examples, tokenizers, chat templates, order and packing of rows."""
