@@ -12,7 +12,7 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class ChatTokens:
-    """A rendered conversation. `assistant_mask` marks the tokens inside the template's generation tags; None: the template has no such tags."""
+    """A rendered conversation. `assistant_mask` marks the tokens in generation tags; None: the template has no such tags."""
 
     ids: list[int]
     assistant_mask: list[bool] | None
@@ -48,8 +48,8 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """UTF-8 bytes at ids 8..263; ids 0..7 are special. A turn is <role> bytes <eos>; only roles and <eos> are ever produced by the template, so
-    text that looks like a special token stays text.
+    """UTF-8 bytes at ids 8..263; ids 0..7 are special. A turn is <role> bytes <eos>; text that looks like a special
+    token stays text.
     """
 
     SPECIALS = ("<pad>", "<eos>", "<bos>", "<system>", "<user>", "<assistant>", "<tool>", "<unused>")
@@ -105,7 +105,7 @@ class ByteTokenizer:
 
 
 def _plain_content(message: Message) -> str:
-    """Content as one string: text parts are joined; tool calls, which the byte tokenizer has no form of its own for, are written as JSON."""
+    """Content as one string: text parts are joined; tool calls, which have no form of their own here, are written as JSON."""
     content = message.get("content")
     if isinstance(content, list):
         content = "".join(part if isinstance(part, str) else part["text"] for part in content)
