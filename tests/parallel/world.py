@@ -185,7 +185,7 @@ class World:
         end = time.monotonic() + GRACE_SECONDS
         while time.monotonic() < end and not all(_written(self._stack(rank)) for rank in ranks):
             time.sleep(0.05)
-        return {rank: self._stack(rank).read_text() if _written(self._stack(rank)) else "(no stack was written)" for rank in ranks}
+        return {rank: _threads(self._stack(rank)) for rank in ranks}
 
 
 def run_world(size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 60.0) -> list[Any]:
@@ -200,6 +200,12 @@ def run_world(size: int, function: Callable[..., Any], *arguments: Any, timeout:
 
 def _written(path: Path) -> bool:
     return path.exists() and "Current thread" in path.read_text()
+
+
+def _threads(path: Path) -> str:
+    if not _written(path):
+        return "(no stack was written)"
+    return "\n\n".join(thread for thread in path.read_text().split("\n\n") if "in _end_with_parent" not in thread).strip()
 
 
 def _serve(rank: int, pipe: Connection, port: int, output: Path, stack: Path) -> None:
@@ -248,7 +254,8 @@ def _run_case(rank: int, message: bytes, store: dist.Store) -> bytes:
         if dist.is_initialized():
             dist.destroy_process_group()
         torch.set_default_dtype(torch.float32)
-        torch.use_deterministic_algorithms(False)
+        if torch.are_deterministic_algorithms_enabled():  # asked first, because setting it imports the compiler (1.5 s)
+            torch.use_deterministic_algorithms(False)
 
 
 def _apply(filters: list[tuple]) -> None:
