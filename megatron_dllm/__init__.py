@@ -1,0 +1,3 @@
+"""Training of block-diffusion mixture-of-experts language models, DiffusionGemma first."""
+
+__version__ = "0.1.0"

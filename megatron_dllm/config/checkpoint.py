@@ -1,0 +1,20 @@
+"""What is saved and loaded."""
+
+from dataclasses import dataclass
+
+from megatron_dllm.config.flags import flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Checkpoints"""
+
+    save: str | None = flag("Folder to save checkpoints to, at the end and at --save-interval.", None, metavar="DIR")
+    save_interval: int | None = flag("Steps between checkpoints.", None)
+    save_best: bool = flag("Also keep the checkpoint with the lowest evaluation loss.", False)
+    load: str | None = flag("Folder to resume from, with optimizer and data position.", None, metavar="DIR")
+    pretrained_checkpoint: str | None = flag(
+        "Folder to take the weights from, ours or transformers', starting at step 0.", None, metavar="DIR"
+    )
+    save_hf: str | None = flag("Folder to export the model to in the transformers format, at the end.", None, metavar="DIR")
+    save_hf_interval: int | None = flag("Steps between exports to --save-hf.", None)

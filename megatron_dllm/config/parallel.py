@@ -1,0 +1,27 @@
+"""How the ranks are dealt out."""
+
+from dataclasses import dataclass
+
+from megatron_dllm.config.flags import flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """Parallelism"""
+
+    tensor_model_parallel_size: int = flag("Ranks that share each matrix.", 1)
+    sequence_parallel: bool = flag("Share the tokens between matrices over the tensor-parallel ranks as well.", False)
+    context_parallel_size: int = flag("Ranks that share each sequence.", 1)
+    pipeline_model_parallel_size: int = flag("Ranks that share the layers.", 1)
+    expert_model_parallel_size: int = flag("Ranks that share the experts.", 1)
+    expert_tensor_parallel_size: int = flag("Ranks that share each expert's matrices.", 1)
+    use_distributed_optimizer: bool = flag("Share master weights and optimizer state over the data-parallel ranks.", False)
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that hold one copy of the dense weights and one batch."""
+        return self.tensor_model_parallel_size * self.context_parallel_size * self.pipeline_model_parallel_size
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """Copies that see different batches; validate() has checked that the division is exact."""
+        return world_size // self.model_parallel_size

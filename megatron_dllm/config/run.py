@@ -1,0 +1,108 @@
+"""The configuration of a whole run: from the command line, and back to it."""
+
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+from megatron_dllm.config import model_source
+from megatron_dllm.config.arguments_file import expand_argument_files
+from megatron_dllm.config.checkpoint import CheckpointConfig
+from megatron_dllm.config.data import DataConfig
+from megatron_dllm.config.flags import Flag, build_parser, flags_of
+from megatron_dllm.config.generation import GenerationConfig
+from megatron_dllm.config.logging import LoggingConfig
+from megatron_dllm.config.model import ModelConfig
+from megatron_dllm.config.model_source import ModelSource
+from megatron_dllm.config.objective import ObjectiveConfig
+from megatron_dllm.config.optimizer import OptimizerConfig
+from megatron_dllm.config.parallel import ParallelConfig
+from megatron_dllm.config.training import TrainingConfig
+from megatron_dllm.config.unknown_flags import refuse_unknown
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Everything that a run is told. The last two say where `model` came from, for people to read; equality leaves them out."""
+
+    model: ModelConfig
+    parallel: ParallelConfig = ParallelConfig()
+    objective: ObjectiveConfig = ObjectiveConfig()
+    data: DataConfig = DataConfig()
+    training: TrainingConfig = TrainingConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    logging: LoggingConfig = LoggingConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    generation: GenerationConfig = GenerationConfig()
+    model_origin: str = field(default="code", compare=False)
+    overrides: tuple[str, ...] = field(default=(), compare=False)
+
+
+# Attribute of RunConfig -> its config class, in the order of --help.
+GROUPS: dict[str, type] = {
+    "source": ModelSource,
+    "model": ModelConfig,
+    "objective": ObjectiveConfig,
+    "data": DataConfig,
+    "training": TrainingConfig,
+    "optimizer": OptimizerConfig,
+    "parallel": ParallelConfig,
+    "logging": LoggingConfig,
+    "checkpoint": CheckpointConfig,
+    "generation": GenerationConfig,
+}
+DESCRIPTION = "Train a block-diffusion language model. Flags may also stand in files: @args.txt."
+FLAGS: dict[str, Flag] = {item.name: item for group in GROUPS.values() for item in flags_of(group)}
+
+
+def parse(argv: Sequence[str]) -> RunConfig:
+    """The run that command-line words describe; a flag given twice has its last value.
+
+    Reads argument files, and the transformers configuration or checkpoint that the model comes from, nothing else. ValueError with a
+    text for the user: unknown flags, values that are not understood, no model, a model that contradicts its checkpoint.
+    """
+    words = expand_argument_files(argv, Path())
+    parser = build_parser(GROUPS.values(), description=DESCRIPTION)
+    refuse_unknown(words, parser.known_flags)
+    given = vars(parser.parse_args(words))
+    values = {name: {f.name: given[f.name] for f in fields(group) if f.name in given} for name, group in GROUPS.items()}
+    source, checkpoint = ModelSource(**values.pop("source")), CheckpointConfig(**values["checkpoint"])
+    resolved = model_source.resolve_model(
+        source, values.pop("model"), load=checkpoint.load, pretrained_checkpoint=checkpoint.pretrained_checkpoint
+    )
+    others = {name: GROUPS[name](**fields_given) for name, fields_given in values.items()}
+    return RunConfig(model=resolved.model, model_origin=resolved.origin, overrides=resolved.overrides, **others)
+
+
+def parse_or_exit(argv: Sequence[str] | None = None) -> RunConfig:
+    """`parse` for entry scripts: without `argv` the process's own arguments; an error is printed and ends the process with status 2."""
+    try:
+        return parse(sys.argv[1:] if argv is None else argv)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def to_flags(run: RunConfig) -> list[str]:
+    """Command-line words that `parse` turns into `run` again: every flag that has a value, defaults included, so that they stay as they are."""
+    return [word for line in _flag_lines(run).values() for words in line for word in words]
+
+
+def to_arguments_text(run: RunConfig) -> str:
+    """`to_flags` as the text of an args.txt: one flag with its value on a line, a comment before each group."""
+    sections = []
+    for name, lines in _flag_lines(run).items():
+        origin = "".join(f"\n# {note}" for note in (f"from {run.model_origin}", *run.overrides)) if name == "model" else ""
+        title = GROUPS[name].__doc__.partition(" (")[0]
+        sections.append("\n".join([f"# {title}{origin}", *(shlex.join(words) for words in lines)]))
+    return "\n\n".join(sections) + "\n"
+
+
+def _flag_lines(run: RunConfig) -> dict[str, list[list[str]]]:
+    """The words of each flag, by group; the model in full, so that its source is not needed again."""
+    return {
+        name: [words for item in flags_of(group) if (words := item.to_command_line(getattr(getattr(run, name), item.field)))]
+        for name, group in GROUPS.items()
+        if name != "source"
+    }

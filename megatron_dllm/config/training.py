@@ -1,0 +1,39 @@
+"""How long training runs, in what batches, and on what."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_dllm.config.flags import flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """Training"""
+
+    micro_batch_size: int = flag("Rows that go through the model at once on each data-parallel rank.", 1)
+    global_batch_size: int = flag("Rows of one optimizer step, over all ranks and accumulation steps.", 8)
+    train_iters: int | None = flag("Optimizer steps to train for.", None)
+    train_samples: int | None = flag("Rows to train for, instead of --train-iters.", None)
+    num_epochs: int | None = flag("Passes over the data to train for, instead of --train-iters.", None)
+    eval_interval: int | None = flag("Steps between evaluations; without it there is none.", None)
+    eval_iters: int = flag("Batches of one evaluation.", 10)
+    seed: int = flag("Seed of every draw: initial weights, data order, noise.", 1234)
+    device: Literal["auto", "cpu", "cuda"] = flag("Where to run; auto: CUDA where torch sees a device, else the CPU.", "auto")
+    bf16: bool = flag("Compute in bfloat16, with fp32 master weights, losses and reductions.", False)
+    deterministic_mode: bool = flag("Give bit-equal repeats on GPUs too, at some cost in speed.", False)
+    recompute_granularity: Literal["full", "selective"] | None = flag(
+        "Compute activations again in the backward pass instead of keeping them: whole layers, or --recompute-modules only.", None
+    )
+    recompute_modules: tuple[Literal["core_attn", "mlp", "moe"], ...] = flag(
+        "Parts that --recompute-granularity selective computes again: attention without its projections, the dense MLP, the experts.", ()
+    )
+    exit_duration_in_mins: int | None = flag("Save and stop after this many minutes.", None)
+    exit_interval: int | None = flag("Save and stop at the first step that this number divides.", None)
+    exit_signal: Literal["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2"] = flag(
+        "A signal at which all ranks finish the step, save and stop; SIGTERM and Ctrl-C always do.", "SIGTERM"
+    )
+    max_skipped_steps: int = flag("Stop after this many steps in a row with a loss or gradient that is not finite.", 3)
+    profile: bool = flag("Record a torch profiler trace of the steps from --profile-step-start to --profile-step-end.", False)
+    profile_step_start: int = flag("First step that is profiled.", 10)
+    profile_step_end: int = flag("First step that is not profiled any more.", 12)
+    memory_snapshot_path: str | None = flag("File for a CUDA memory snapshot.", None, metavar="FILE")
