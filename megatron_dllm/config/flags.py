@@ -54,6 +54,8 @@ class Flag:
         if typing.get_origin(value_type) is typing.Literal:
             choices = typing.get_args(value_type)
             value_type = type(choices[0])
+        if spec.metadata["read"]:
+            choices = None  # of the parts, which `read` checks
         assert value_type in (bool, int, float, str), f"{spec.name}: no flag for {annotation}"
         return cls(spec.name, flag_name(spec.name), spec.metadata["help"], spec.default, value_type, several, choices,
                    spec.metadata["metavar"], spec.metadata["read"], spec.metadata["write"])  # fmt: skip

@@ -42,7 +42,8 @@ def resolve_model(source: ModelSource, given: Mapping[str, Any], *, load: str | 
     may not be contradicted: ValueError names both values. ValueError too where no source, or more than one, describes a whole model.
     """
     if source.preset and source.model_config:
-        raise ValueError(f"--preset {source.preset} and --model-config {source.model_config}: a model comes from one of them; drop the other")
+        both = f"--preset {source.preset} and --model-config {source.model_config}"
+        raise ValueError(f"{both}: a model comes from one of them; drop the other")
     checkpoint = next((folder for folder in (load, pretrained_checkpoint) if folder and checkpoint_folder(folder)), None)
     described = _described_model(source, given, None if load and checkpoint == load else pretrained_checkpoint)
     if checkpoint is None:
@@ -61,7 +62,8 @@ def _described_model(source: ModelSource, given: Mapping[str, Any], pretrained_c
     if source.preset:
         return override(PRESETS[source.preset], given, f"--preset {source.preset}")
     if source.model_config:
-        return override(ModelConfig.from_transformers(read_config_file(Path(source.model_config))), given, f"--model-config {source.model_config}")
+        model = ModelConfig.from_transformers(read_config_file(Path(source.model_config)))
+        return override(model, given, f"--model-config {source.model_config}")
     missing = missing_fields(given)
     if not missing:
         pattern = given.get("layer_types", ())

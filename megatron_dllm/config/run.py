@@ -85,7 +85,7 @@ def parse_or_exit(argv: Sequence[str] | None = None) -> RunConfig:
 
 
 def to_flags(run: RunConfig) -> list[str]:
-    """Command-line words that `parse` turns into `run` again: every flag that has a value, defaults included, so that they stay as they are."""
+    """Command-line words that `parse` turns into `run` again: every flag that has a value, so that no later default changes it."""
     return [word for line in _flag_lines(run).values() for words in line for word in words]
 
 
