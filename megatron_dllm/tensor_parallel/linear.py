@@ -1,0 +1,140 @@
+"""Linear layers cut over `tp`, by output feature (column) or by input feature (row)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_dllm.parallel import communication
+from megatron_dllm.parallel.collectives import scatter_sum_sequence, sum_over
+from megatron_dllm.parallel.context import Group, ParallelContext
+from megatron_dllm.parallel.placement import place
+
+from .initialization import Init, make_parameter
+
+
+def column_linear(x: Tensor, weights: Sequence[Tensor], *, tp: Group, sequence_parallel: bool) -> tuple[Tensor, ...]:
+    """y_i = x @ W_i.T for several weights that read the same x, each cut by output feature over the R ranks of `tp`.
+
+        x           [T, D]        equal on every rank; with sequence_parallel [T/R, D], our piece of the tokens
+        weights[i]  [..., F, D]   our rows of W_i (leading dimensions: the parts of a fused matrix)
+        result[i]   [T, ..., F]   all tokens, our columns of y_i
+
+    Forward: x is gathered once for all weights. Input gradient: sum of dy_i @ W_i, summed over `tp` (scattered with
+    sequence_parallel), under way while the weight gradients dy_i.T @ x are computed. Saved: the weights and x as given;
+    with sequence_parallel the tokens are gathered again in backward, behind the input gradient's product, so that what
+    is kept does not grow with R.
+    """
+    assert x.dim() == 2, f"tokens are flat, [T, D]; got {tuple(x.shape)}"
+    if tp.size == 1:
+        flat = [F.linear(x, weight.flatten(0, -2)) for weight in weights]
+    else:
+        flat = _ColumnLinear.apply(x, tp, sequence_parallel, *(weight.flatten(0, -2) for weight in weights))
+    return tuple(y.unflatten(1, weight.shape[:-1]) for y, weight in zip(flat, weights, strict=True))
+
+
+def row_linear(x: Tensor, weight: Tensor, *, tp: Group, sequence_parallel: bool) -> Tensor:
+    """y = x @ W.T, with W cut by input feature over the R ranks of `tp`.
+
+        x       [T, D/R]   our columns of the whole x
+        weight  [F, D/R]   the same columns of W
+        y       [T, F]     summed over `tp`, equal on every rank; with sequence_parallel [T/R, F], our piece of the tokens
+
+    Input and weight gradient: as of a plain linear on this rank, from the whole dy (gathered with sequence_parallel).
+    Saved: x and weight.
+    """
+    y = F.linear(x, weight)
+    return scatter_sum_sequence(y, tp) if sequence_parallel else sum_over(y, tp)
+
+
+class _ColumnLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, tp, sequence_parallel, *weights):
+        ctx.tp, ctx.sequence_parallel = tp, sequence_parallel
+        ctx.save_for_backward(x, *weights)
+        tokens = communication.all_gather(x, tp) if sequence_parallel else x
+        return tuple(F.linear(tokens, weight) for weight in weights)
+
+    @staticmethod
+    def backward(ctx, *dys):
+        x, *weights = ctx.saved_tensors
+        wants_weight = ctx.needs_input_grad[3:]
+        gathering = summing = None
+        if any(wants_weight) and ctx.sequence_parallel:
+            gathering = communication.start_all_gather(x, ctx.tp)
+        if ctx.needs_input_grad[0]:
+            dx = dys[0] @ weights[0]
+            for dy, weight in zip(dys[1:], weights[1:], strict=True):
+                dx.addmm_(dy, weight)
+            start = communication.start_reduce_scatter if ctx.sequence_parallel else communication.start_all_reduce
+            summing = start(dx, ctx.tp)
+        tokens = gathering.wait() if gathering is not None else x
+        dws = [dy.t() @ tokens if wanted else None for dy, wanted in zip(dys, wants_weight, strict=True)]
+        return (summing.wait() if summing is not None else None), None, None, *dws
+
+
+class ColumnParallelLinear(nn.Module):
+    """y = x @ W.T, with W [F, D] (or fused [parts, F, D]) cut by output feature over `tp`; see `column_linear`.
+
+    With `copies` c > 1, c consecutive ranks hold the same rows (KV heads fewer than ranks): W is cut into R / c pieces.
+    """
+
+    def __init__(self, name: str, shape: tuple[int, ...], *, context: ParallelContext, init: Init, dtype: torch.dtype, copies: int = 1):
+        super().__init__()
+        self.tp = context.tp
+        self.sequence_parallel = context.sequence_parallel
+        placement = place(shape, context, cut={"tp": len(shape) - 2}, copies=copies)
+        self.weight = make_parameter(name, placement, init=init, dtype=dtype, device=context.device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return column_linear(x, (self.weight,), tp=self.tp, sequence_parallel=self.sequence_parallel)[0]
+
+
+class RowParallelLinear(nn.Module):
+    """y = x @ W.T, with W [F, D] cut by input feature over `tp`; see `row_linear`."""
+
+    def __init__(self, name: str, shape: tuple[int, int], *, context: ParallelContext, init: Init, dtype: torch.dtype):
+        super().__init__()
+        self.tp = context.tp
+        self.sequence_parallel = context.sequence_parallel
+        placement = place(shape, context, cut={"tp": 1})
+        self.weight = make_parameter(name, placement, init=init, dtype=dtype, device=context.device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return row_linear(x, self.weight, tp=self.tp, sequence_parallel=self.sequence_parallel)
+
+
+@dataclass(frozen=True)
+class LocalHeads:
+    """The attention heads of one tp rank: query heads [first_query, +num_query), KV heads [first_kv, +num_kv).
+
+    `kv_copies` consecutive ranks hold the same KV heads.
+    """
+
+    num_query: int
+    first_query: int
+    num_kv: int
+    first_kv: int
+    kv_copies: int
+
+
+def local_heads(num_heads: int, num_kv_heads: int, tp: Group) -> LocalHeads:
+    """Deal query heads and KV heads over `tp`; fewer KV heads than ranks are copied, so that a query finds its own.
+
+    ValueError where query heads do not divide over the ranks, or neither of ranks and KV heads divides the other.
+    """
+    fits = [n for n in range(1, num_heads + 1) if num_heads % n == 0 and (num_kv_heads % n == 0 or n % num_kv_heads == 0)]
+    if num_heads % num_kv_heads:
+        raise ValueError(f"{num_heads} query heads do not divide over {num_kv_heads} KV heads; make one a multiple of the other")
+    if tp.size not in fits:
+        raise ValueError(
+            f"{num_heads} query heads and {num_kv_heads} KV heads cannot be dealt over {tp.size} tensor-parallel ranks; "
+            f"set --tensor-model-parallel-size to one of {fits}"
+        )
+    num_query, num_kv = num_heads // tp.size, max(1, num_kv_heads // tp.size)
+    copies = max(1, tp.size // num_kv_heads)
+    return LocalHeads(num_query, tp.rank * num_query, num_kv, tp.rank // copies * num_kv, copies)
