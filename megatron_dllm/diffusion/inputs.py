@@ -1,0 +1,112 @@
+"""A microbatch as the model reads it: device tensors, the one or two passes through the stack, and what is scored after each."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..config import ModelConfig
+from ..transformer.token_pass import LAYER_TYPES, TokenPass, token_pass
+from .streams import Streams, TokenStream
+
+NOISE_BINS = 10  # metrics show the diffusion loss by tenths of the noise level
+
+
+@dataclass(frozen=True)
+class StreamInputs:
+    """The ids of one stream on the device, int64 [T]."""
+
+    tokens: Tensor
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The N tokens of a pass that are scored.
+
+    rows      int64 [N]    where they stand in the pass
+    targets   int64 [N]
+    weights   [N], at least fp32: each token's share of the loss, global denominators included
+    group     int64 [N]    0: autoregressive; 1 + b: diffusion, noise level in tenth b
+    observed, bonus        int64 [N] and [N], or None: what is added to the logit of the noisy token that is seen
+    """
+
+    rows: Tensor
+    targets: Tensor
+    weights: Tensor
+    group: Tensor
+    observed: Tensor | None
+    bonus: Tensor | None
+
+
+@dataclass(frozen=True)
+class MicrobatchInputs:
+    """See DiffusionGemma.forward. `second_pass` is None when no canvas of the microbatch is self-conditioned."""
+
+    clean: StreamInputs
+    canvas: StreamInputs
+    uniform_null: bool
+    first_pass: TokenPass
+    first_scored: Scored
+    draft_rows: Tensor
+    second_tokens: Tensor
+    second_pass: TokenPass | None
+    second_scored: Scored | None
+
+
+def microbatch_inputs(streams: Streams, config: ModelConfig, *, device: torch.device, dtype: torch.dtype, uniform_null: bool = False,
+                      leave_one_out: bool = False) -> MicrobatchInputs:
+    """Put a microbatch's streams on the device and lay out its passes. `dtype` is that of loss weights: at least fp32."""
+    num_clean, again = len(streams.clean), streams.self_conditioned
+    queries = np.concatenate([np.zeros(num_clean, bool), again])
+    positions = np.concatenate([streams.clean.positions, streams.canvas.positions])
+    kept = _kept(streams, queries, config) if again.any() else None
+    place = {"device": device, "dtype": dtype}
+    canvas_group = 1 + np.minimum((streams.noise_level * NOISE_BINS).astype(np.int64), NOISE_BINS - 1)
+    first = _scored(
+        [(streams.clean, np.zeros(num_clean, np.int64), None), (streams.canvas, canvas_group, streams.observed_bonus)],
+        ~queries, leave_one_out, **place)
+    second_pass = second_scored = None
+    if kept is not None:
+        second_pass = token_pass(
+            config, {kind: streams.visibility.against_kept(queries, kept[kind]) for kind in LAYER_TYPES}, streams.canvas.positions[again],
+            device=device, num_clean=0)
+        second_scored = _scored(
+            [(streams.canvas.select(again), canvas_group[again], streams.observed_bonus[again])], np.ones(int(again.sum()), bool),
+            leave_one_out, **place)
+    return MicrobatchInputs(
+        clean=StreamInputs(_tensor(streams.clean.tokens, device)), canvas=StreamInputs(_tensor(streams.canvas.tokens, device)),
+        uniform_null=uniform_null,
+        first_pass=token_pass(
+            config, dict.fromkeys(LAYER_TYPES, streams.visibility), positions, device=device, num_clean=num_clean, kept=kept),
+        first_scored=first, draft_rows=_tensor(np.flatnonzero(queries), device),
+        second_tokens=_tensor(streams.canvas.tokens[again], device), second_pass=second_pass, second_scored=second_scored)
+
+
+def _kept(streams: Streams, queries: np.ndarray, config: ModelConfig) -> dict[str, np.ndarray]:
+    """By layer type, the clean keys that the second loop reads: all before a canvas, or its last window - 1."""
+    return {"full": streams.visibility.kept_keys(queries), "sliding": streams.visibility.windowed(config.window_size).kept_keys(queries)}
+
+
+def _scored(parts: list[tuple[TokenStream, np.ndarray, np.ndarray | None]], here: np.ndarray, leave_one_out: bool, *,
+            device: torch.device, dtype: torch.dtype) -> Scored:
+    weights = np.concatenate([stream.weights for stream, _, _ in parts])
+    rows = np.flatnonzero(here & (weights > 0))
+
+    def chosen(values: list[np.ndarray]) -> Tensor:
+        return _tensor(np.concatenate(values)[rows], device)
+
+    observed = bonus = None
+    if leave_one_out:
+        observed = chosen([stream.tokens for stream, _, _ in parts])
+        bonus = chosen([np.zeros(len(stream)) if extra is None else extra for stream, _, extra in parts]).to(dtype)
+    return Scored(
+        _tensor(rows, device), chosen([stream.targets for stream, _, _ in parts]), chosen([stream.weights for stream, _, _ in parts]).to(dtype),
+        chosen([group for _, group, _ in parts]), observed, bonus)
+
+
+def _tensor(values: np.ndarray, device: torch.device) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(values)).to(device)
+
+

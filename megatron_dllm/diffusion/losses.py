@@ -1,0 +1,46 @@
+"""Loss terms: sums over scored tokens whose weights already hold the global denominators."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .inputs import NOISE_BINS, Scored
+
+NUM_GROUPS = 1 + NOISE_BINS  # the autoregressive loss, then the diffusion loss by tenths of the noise level
+
+
+@dataclass(frozen=True)
+class LossTerms:
+    """total: the differentiable sum. Detached, by group [1 + bins]: weighted sums (`weighted`), plain sums of cross entropies (`sums`),
+    right predictions (`correct`) and tokens (`counts`), in at least fp32."""
+
+    total: Tensor
+    weighted: Tensor
+    sums: Tensor
+    correct: Tensor
+    counts: Tensor
+
+    def __add__(self, other: LossTerms) -> LossTerms:
+        return LossTerms(*(getattr(self, name) + getattr(other, name) for name in ("total", "weighted", "sums", "correct", "counts")))
+
+    def detach(self) -> LossTerms:
+        """The same without a graph."""
+        return LossTerms(self.total.detach(), self.weighted, self.sums, self.correct, self.counts)
+
+
+def loss_terms(cross_entropy: Callable, hidden: Tensor, scored: Scored) -> LossTerms:
+    """The terms of one pass: `hidden` [T, H] holds every token of the pass, `scored` says which count."""
+    result = cross_entropy(
+        hidden[scored.rows], targets=scored.targets, token_weights=scored.weights, observed=scored.observed, bonus=scored.bonus)
+
+    def by_group(values: Tensor) -> Tensor:
+        # One-hot product instead of an atomic add: the same sum on every run.
+        return torch.nn.functional.one_hot(scored.group, NUM_GROUPS).to(values.dtype).T @ values
+
+    per_token = result.per_token
+    return LossTerms(
+        result.loss, by_group(per_token * scored.weights.to(per_token.dtype)), by_group(per_token), by_group(result.correct.to(per_token.dtype)),
+        by_group(torch.ones_like(per_token)))

@@ -1,0 +1,122 @@
+"""From a planned microbatch and its tokens to the two flat streams that the model reads.
+
+    clean stream    every token of every example (prompt, response, EOS fill), one after the other
+    canvas stream   the corrupted tokens of the chosen canvases
+
+Both are numpy arrays of one value a token; `positions` restart at 0 with each example. Loss weights already hold the global denominators.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..config import ObjectiveConfig
+from .batch_plan import Denominators, Microbatch, PlannedExample
+from .random import Purpose
+from ..transformer.visibility import CLEAN, Visibility
+
+
+@dataclass(frozen=True)
+class TokenStream:
+    """T tokens: what they are, where they stand, what they are to predict, and how much that counts.
+
+    tokens, positions, targets  int64 [T]
+    weights                     float64 [T], 0 where nothing is scored (the target is then 0 too)
+    """
+
+    tokens: np.ndarray
+    positions: np.ndarray
+    targets: np.ndarray
+    weights: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def select(self, chosen: np.ndarray) -> TokenStream:
+        """The tokens that `chosen` (bool [T]) marks."""
+        return TokenStream(self.tokens[chosen], self.positions[chosen], self.targets[chosen], self.weights[chosen])
+
+
+@dataclass(frozen=True)
+class Streams:
+    """One microbatch. Visibility covers the clean queries, then the canvas queries.
+
+    self_conditioned   bool [Tc], of the canvas tokens: which go through the second loop
+    noise_level        float64 [Tc]: t of each canvas token's example
+    observed_bonus     float64 [Tc]: what the `loo` loss adds to the logit of the noisy token that is seen; zeros otherwise
+    """
+
+    clean: TokenStream
+    canvas: TokenStream
+    visibility: Visibility
+    self_conditioned: np.ndarray
+    noise_level: np.ndarray
+    observed_bonus: np.ndarray
+
+
+def build_streams(microbatch: Microbatch, tokens: Sequence[np.ndarray], objective: ObjectiveConfig, denominators: Denominators, *,
+                  vocab_size: int, fill_token: int) -> Streams:
+    """Lay out a microbatch; `tokens` holds prompt + response (uncut) of each of its examples, in order."""
+    clean_parts, canvas_parts, first, past, canvas_ids, extras = [], [], [], [], [], []
+    start = num_canvases = 0
+    for example, raw in zip(microbatch.examples, tokens, strict=True):
+        text = _filled(example, raw, fill_token)
+        clean_parts.append(_clean(example, text, objective, denominators))
+        first.append(np.full(len(text), start))
+        past.append(np.arange(start + 1, start + 1 + len(text)))
+        for canvas in example.canvases:
+            canvas_parts.append(_canvas(example, canvas, text, objective, denominators, vocab_size))
+            canvas_ids.append(np.full(example.fit.canvas_length, num_canvases))
+            extras.append((start, start + example.canvas_start(canvas), example))
+            num_canvases += 1
+        start += len(text)
+    length = [example.fit.canvas_length for _, _, example in extras]
+    own = np.concatenate([np.zeros(0, np.int64), *canvas_ids])
+    visibility = Visibility(
+        np.concatenate([*first, np.repeat([s for s, _, _ in extras], length)]).astype(np.int64),
+        np.concatenate([*past, np.repeat([p for _, p, _ in extras], length)]).astype(np.int64),
+        np.concatenate([np.full(start, CLEAN), own]), own, start)
+    level = np.repeat([example.noise_level for _, _, example in extras], length).astype(np.float64)
+    bonus = np.zeros_like(level)
+    if objective.diffusion_loss in ("loo", "reweighted-loo"):
+        bonus = np.log1p(vocab_size * (1 - level) / level)  # arXiv 2605.22765
+    return Streams(
+        _join(clean_parts), _join(canvas_parts), visibility,
+        np.repeat([example.self_conditioned for _, _, example in extras], length).astype(bool), level, bonus)
+
+
+def _filled(example: PlannedExample, raw: np.ndarray, fill_token: int) -> np.ndarray:
+    fit = example.fit
+    text = np.full(fit.total, fill_token, np.int64)
+    text[:fit.prompt + fit.response] = raw[:fit.prompt + fit.response]
+    return text
+
+
+def _clean(example: PlannedExample, text: np.ndarray, objective: ObjectiveConfig, denominators: Denominators) -> TokenStream:
+    targets, weights = np.zeros_like(text), np.zeros(len(text))
+    pairs = example.num_pairs(objective)
+    if pairs > 0 and denominators.encoder:
+        targets[-1 - pairs:-1] = text[-pairs:]
+        count = denominators.encoder * (pairs if objective.encoder_loss_normalization == "example" else 1)
+        weights[-1 - pairs:-1] = objective.encoder_loss_weight / count
+    return TokenStream(text, np.arange(len(text)), targets, weights)
+
+
+def _canvas(example: PlannedExample, canvas: int, text: np.ndarray, objective: ObjectiveConfig, denominators: Denominators,
+            vocab_size: int) -> TokenStream:
+    start, length = example.canvas_start(canvas), example.fit.canvas_length
+    targets = text[start:start + length]
+    replacement = example.key.below(vocab_size, Purpose.REPLACEMENT, start, length)
+    weights = example.scored(canvas, objective) / max(denominators.decoder, 1)
+    if objective.diffusion_loss in ("reweighted", "reweighted-loo"):
+        weights = weights / (1 - example.noise_level)
+    return TokenStream(
+        np.where(example.corrupted(canvas), replacement, targets), np.arange(start, start + length), np.where(weights > 0, targets, 0), weights)
+
+
+def _join(parts: Sequence[TokenStream]) -> TokenStream:
+    empty = TokenStream(*(np.zeros(0, np.int64) for _ in range(3)), np.zeros(0))
+    return TokenStream(*(np.concatenate([getattr(part, name) for part in (empty, *parts)])
+                         for name in ("tokens", "positions", "targets", "weights")))

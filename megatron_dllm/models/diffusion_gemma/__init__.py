@@ -1,0 +1,1 @@
+"""DiffusionGemma: configuration, model, import and export."""

@@ -1,0 +1,50 @@
+"""The router: which experts a token goes to, and with what weight. At least fp32 throughout."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..config import ModelConfig
+from ..parallel import ParallelContext, place
+from ..tensor_parallel.initialization import Constant, Init, make_parameter
+from ..transformer.norms import rms_norm
+from ..transformer.precision import accumulation_dtype, at_least_fp32
+
+
+@dataclass(frozen=True)
+class Routing:
+    """indices int64 [T, k], by falling probability; weights [T, k], renormalised to 1 and scaled by expert; probabilities [T, E]."""
+
+    indices: Tensor
+    weights: Tensor
+    probabilities: Tensor
+
+
+class Router(nn.Module):
+    """softmax(proj(norm(x) * scale * H^-0.5)), the k largest, renormalised, times per_expert_scale.
+
+    Reads the raw residual, not the experts' normed input. Its parameters are held in at least fp32 and equal on every rank.
+    """
+
+    def __init__(self, name: str, config: ModelConfig, *, context: ParallelContext, init: Init, dtype: torch.dtype):
+        super().__init__()
+        self.topk, self.eps, self.root = config.moe_router_topk, config.norm_epsilon, config.hidden_size ** -0.5
+        held = accumulation_dtype(dtype)
+
+        def parameter(which: str, shape: tuple[int, ...], how: Init) -> nn.Parameter:
+            placement = place(shape, context, hold_fp32=True, partial_over_tp=context.sequence_parallel)
+            return make_parameter(f"{name}.{which}", placement, init=how, dtype=held, device=context.device)
+
+        self.weight = parameter("weight", (config.num_experts, config.hidden_size), init)
+        self.scale = parameter("scale", (config.hidden_size,), Constant(1.0))
+        self.per_expert_scale = parameter("per_expert_scale", (config.num_experts,), Constant(1.0))
+
+    def forward(self, x: Tensor) -> Routing:
+        scaled = rms_norm(at_least_fp32(x), None, self.eps) * self.scale * self.root
+        probabilities = F.linear(scaled, self.weight).softmax(-1)
+        chosen, indices = probabilities.topk(self.topk, dim=-1)
+        weights = chosen / chosen.sum(-1, keepdim=True) * self.per_expert_scale[indices]
+        return Routing(indices, weights, probabilities)

@@ -1,0 +1,1 @@
+"""Layers: norms, rotary, attention, MLP, block, recompute."""

@@ -1,0 +1,57 @@
+"""Self-attention of one layer over flat tokens [clean ; canvas], after an optional context of earlier clean keys."""
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ..config import ModelConfig
+from ..parallel import ParallelContext
+from ..tensor_parallel import ColumnParallelLinear, RowParallelLinear, column_linear, local_heads
+from ..tensor_parallel.initialization import Init
+from .core_attention import attend
+from .norms import RMSNorm, rms_norm
+from .recompute import Recompute
+from .rotary import rotate
+from .token_pass import LayerContext, LayerPass
+
+
+class SelfAttention(nn.Module):
+    """Grouped-query attention, scale 1.0: q = rope(q_norm(Wq x)), k = rope(k_norm(Wk x)), v = norm(Wv x) without scale or rope.
+
+    Full layers have no Wv: v is the normed Wk x, taken before k_norm and rope (MODEL.md section 2).
+    """
+
+    def __init__(self, name: str, config: ModelConfig, layer: int, *, context: ParallelContext, init: Init, dtype: torch.dtype,
+                 recompute: Recompute):
+        super().__init__()
+        self.recompute = recompute
+        self.head_dim, self.eps = config.head_dim(layer), config.norm_epsilon
+        queries, keys = (heads * self.head_dim for heads in (config.num_attention_heads, config.kv_heads(layer)))
+        copies = local_heads(config.num_attention_heads, config.kv_heads(layer), context.tp).kv_copies
+        shared = {"context": context, "init": init, "dtype": dtype}
+        self.q_proj = ColumnParallelLinear(f"{name}.q_proj.weight", (queries, config.hidden_size), **shared)
+        self.k_proj = ColumnParallelLinear(f"{name}.k_proj.weight", (keys, config.hidden_size), copies=copies, **shared)
+        self.v_proj = None
+        if not config.is_full(layer):
+            self.v_proj = ColumnParallelLinear(f"{name}.v_proj.weight", (keys, config.hidden_size), copies=copies, **shared)
+        self.o_proj = RowParallelLinear(f"{name}.o_proj.weight", (config.hidden_size, queries), **shared)
+        norm = {"eps": self.eps, "context": context, "sharded_heads": context.tp.size > 1, "dtype": dtype}
+        self.q_norm, self.k_norm = (RMSNorm(f"{name}.{which}_norm", self.head_dim, **norm) for which in "qk")
+
+    def forward(self, x: Tensor, layer_pass: LayerPass, earlier: LayerContext | None) -> tuple[Tensor, LayerContext | None]:
+        """y [T, H] from x [T, H], and the keys and values that a later pass needs."""
+        query, raw_key, raw_value = self._project(x)
+        query = rotate(self.q_norm(query), layer_pass.rotary)
+        key, value = rotate(self.k_norm(raw_key), layer_pass.rotary), rms_norm(raw_value, None, self.eps)
+        if earlier is not None:
+            key, value = torch.cat([earlier.key, key]), torch.cat([earlier.value, value])
+        out = self.recompute("core_attn", attend, query, key, value, layer_pass.attention)
+        kept = None if layer_pass.kept is None else LayerContext(key[layer_pass.kept], value[layer_pass.kept])
+        return self.o_proj(out.flatten(1)), kept
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [T, h, d], raw keys and raw values [T, g, d]; x is gathered once for all of them."""
+        projections = [self.q_proj, self.k_proj] if self.v_proj is None else [self.q_proj, self.k_proj, self.v_proj]
+        flat = column_linear(x, [p.weight for p in projections], tp=self.q_proj.tp, sequence_parallel=self.q_proj.sequence_parallel)
+        query, key, *value = (y.unflatten(-1, (-1, self.head_dim)) for y in flat)
+        return query, key, value[0] if value else key

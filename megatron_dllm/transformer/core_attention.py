@@ -1,0 +1,98 @@
+"""softmax(q k^T) v over flat tokens, scale 1: a dense oracle and a fast path that holds no mask of size sequence x sequence.
+
+Legend: Q queries, K keys [clean ; canvas], h query heads, g key and value heads (h a multiple of g), d head dimension.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .visibility import Visibility
+from .attention_work import WorkGroup, work_list
+from .precision import at_least_fp32
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """A work list on the device. `order` int64 [Q] puts the groups' outputs, one after the other, back into query order (None: they are)."""
+
+    groups: tuple[DeviceGroup, ...]
+    order: Tensor | None
+    num_queries: int
+
+
+@dataclass(frozen=True)
+class DeviceGroup:
+    """A WorkGroup with its indices on the device; a contiguous run of queries or keys is a slice, so that no copy is made of it."""
+
+    queries: Tensor | slice
+    keys: Tensor | slice
+    num_pieces: int
+    mask: Tensor | None
+    causal: bool
+
+
+def attention_plan(visibility: Visibility, window: int | None, device: torch.device, key_order: np.ndarray | None = None) -> AttentionPlan:
+    """The plan of one layer type for one pass; made once, used by every layer of that type.
+
+    `key_order` int64 [num_clean_keys] says where the clean keys stand, if not in the visibility's own order.
+    """
+    work = work_list(visibility, window)
+    if key_order is not None:
+        canvas = np.arange(len(key_order), len(key_order) + len(visibility.canvas_keys))
+        place = np.concatenate([key_order, canvas])
+        work = tuple(replace(group, keys=place[group.keys]) for group in work)
+    num_queries = len(visibility.canvas_id)
+    order = torch.cat([torch.from_numpy(group.queries.reshape(-1)) for group in work]) if work else torch.zeros(0, dtype=torch.int64)
+    in_order = torch.equal(order, torch.arange(num_queries))
+    return AttentionPlan(
+        tuple(_on_device(group, device) for group in work), None if in_order else torch.argsort(order).to(device), num_queries)
+
+
+def _on_device(group: WorkGroup, device: torch.device) -> DeviceGroup:
+    mask = None if group.mask is None else torch.from_numpy(group.mask).to(device)
+    return DeviceGroup(_index(group.queries, device), _index(group.keys, device), len(group.queries), mask, group.causal)
+
+
+def _index(values, device: torch.device) -> Tensor | slice:
+    flat = values.reshape(-1)
+    if len(flat) and int(flat[-1]) - int(flat[0]) + 1 == len(flat) and bool((flat[1:] > flat[:-1]).all()):
+        return slice(int(flat[0]), int(flat[-1]) + 1)
+    return torch.from_numpy(flat).to(device)
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> Tensor:
+    """[Q, h, d] from query [Q, h, d], key and value [K, g, d]: memory linear in the sequence."""
+    if not plan.groups:
+        return query
+    outputs = [_attend_group(query, key, value, group) for group in plan.groups]
+    merged = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return merged if plan.order is None else merged[plan.order]
+
+
+def _attend_group(query: Tensor, key: Tensor, value: Tensor, group: DeviceGroup) -> Tensor:
+    heads = query.shape[1]
+    q = _pieces(query, group.queries, group.num_pieces, heads)
+    k, v = (_pieces(x, group.keys, group.num_pieces, heads) for x in (key, value))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask, is_causal=group.causal, scale=1.0)
+    return out.transpose(1, 2).reshape(-1, heads, query.shape[-1])
+
+
+def _pieces(x: Tensor, index: Tensor | slice, count: int, heads: int) -> Tensor:
+    """[count, heads, length, d]; fewer key heads are repeated, since grouped kernels fall back to a quadratic one at large d."""
+    chosen = x[index].unflatten(0, (count, -1)).transpose(1, 2)
+    return chosen if x.shape[1] == heads else chosen.repeat_interleave(heads // x.shape[1], dim=1)
+
+
+def attend_dense(query: Tensor, key: Tensor, value: Tensor, visibility: Visibility) -> Tensor:
+    """The oracle of `attend`: the same from the mask as a whole, in at least fp32. `visibility` is the layer's own, window included."""
+    mask = torch.from_numpy(visibility.dense()).to(query.device)
+    repeats = query.shape[1] // key.shape[1]
+    q, k, v = (at_least_fp32(x) for x in (query, key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)))
+    scores = torch.einsum("qhd,khd->hqk", q, k).masked_fill(~mask, float("-inf"))
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).to(query.dtype)
+

@@ -1,0 +1,23 @@
+"""The gated feed-forward: down(gelu_tanh(gate(x)) * up(x))."""
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ..parallel import ParallelContext
+from ..tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from ..tensor_parallel.initialization import Init
+from .activations import gated_gelu
+
+
+class MLP(nn.Module):
+    """x, y [T, H]; gate_up [2, I, H] and down [H, I] are cut along I over tp."""
+
+    def __init__(self, name: str, hidden: int, inner: int, *, context: ParallelContext, init: Init, dtype: torch.dtype):
+        super().__init__()
+        self.gate_up = ColumnParallelLinear(f"{name}.gate_up.weight", (2, inner, hidden), context=context, init=init, dtype=dtype)
+        self.down = RowParallelLinear(f"{name}.down.weight", (hidden, inner), context=context, init=init, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).unbind(1)
+        return self.down(gated_gelu(gate, up))

@@ -1,0 +1,15 @@
+"""The one rule of precision: "fp32" means at least fp32, so that a float64 model runs in float64 throughout."""
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """fp32 for 16-bit types, the type itself otherwise."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+def at_least_fp32(x: Tensor) -> Tensor:
+    """`x`, upcast to fp32 when it has fewer bits."""
+    return x.to(accumulation_dtype(x.dtype))
