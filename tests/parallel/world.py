@@ -1,5 +1,7 @@
 """Worlds of gloo processes for tests: started once, they run many cases; a hanging or failing rank fails its test with its stack.
 
+For example:
+
     def sum_of_ranks(rank, offset):                 # any function of a module, called on every rank
         value = torch.tensor([rank + offset])
         dist.all_reduce(value)
@@ -79,8 +81,8 @@ class World:
     def run(self, function: Callable[..., Any], *arguments: Any, size: int | None = None, timeout: float = 60.0) -> list[Any]:
         """Call `function(rank, *arguments)` on the first `size` ranks (default all); their results by rank, copied by pickle.
 
-        Every rank starts with the same seeds (0), one thread and this process's warning filters. Raises RankFailure when a rank raises,
-        dies or has not returned after `timeout` seconds (starting the workers is not counted).
+        Every rank starts with the same seeds (0), one thread, NaN in fresh memory and this process's warning filters. Raises
+        RankFailure when a rank raises, dies or has not returned after `timeout` seconds (starting the workers is not counted).
         """
         __tracebackhide__ = True
         size = self.processes if size is None else size
@@ -237,6 +239,7 @@ def _run_case(rank: int, message: bytes, store: dist.Store) -> bytes:
         random.seed(0)
         np.random.seed(0)
         torch.manual_seed(0)
+        torch.set_deterministic_debug_mode("error")  # fresh memory holds NaN, as in every test (tests/conftest.py)
         with warnings.catch_warnings():
             _apply(case.filters)
             dist.init_process_group(
@@ -254,8 +257,6 @@ def _run_case(rank: int, message: bytes, store: dist.Store) -> bytes:
         if dist.is_initialized():
             dist.destroy_process_group()
         torch.set_default_dtype(torch.float32)
-        if torch.are_deterministic_algorithms_enabled():  # asked first, because setting it imports the compiler (1.5 s)
-            torch.use_deterministic_algorithms(False)
 
 
 def _apply(filters: list[tuple]) -> None:
