@@ -10,16 +10,22 @@ from .collectives import (
     sum_over,
 )
 from .context import CommunicationLog, Group, ParallelContext
+from .initialize import close, create_context, initialize
 from .placement import Placement, place
+from .topology import Topology
 
 __all__ = [
     "CommunicationLog",
     "Group",
     "ParallelContext",
     "Placement",
+    "Topology",
     "all_to_all",
+    "close",
+    "create_context",
     "gather_replicated_sequence",
     "gather_sequence",
+    "initialize",
     "place",
     "scatter_sum_sequence",
     "split_sequence",

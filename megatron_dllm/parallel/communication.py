@@ -11,6 +11,10 @@ from torch import Tensor
 
 from .context import Group
 
+# Renamed in torch 2.13, where the old names warn. TODO: use the new ones alone once torch >= 2.13 is required.
+_all_gather_single = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+_reduce_scatter_single = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
+
 
 @dataclass
 class Pending:
@@ -75,7 +79,7 @@ def start_all_gather(x: Tensor, group: Group, counts: Sequence[int] | None = Non
     out = x.new_empty(group.size * longest, *x.shape[1:])
     handle = group.handle
     done = _counted(group, "all_gather", _bytes(x) * (group.size - 1), x)
-    work = dist.all_gather_into_tensor(out, x, group=handle, async_op=True)
+    work = _all_gather_single(out, x, group=handle, async_op=True)
     return Pending(out, (work,), finish, done, keep=(x,))
 
 
@@ -104,7 +108,7 @@ def start_reduce_scatter(x: Tensor, group: Group, counts: Sequence[int] | None =
     out = x.new_empty(x.shape[0] // group.size, *x.shape[1:])
     handle = group.handle
     done = _counted(group, "reduce_scatter", _bytes(x) * (group.size - 1) // group.size, x)
-    work = dist.reduce_scatter_tensor(out, x, group=handle, async_op=True)
+    work = _reduce_scatter_single(out, x, group=handle, async_op=True)
     return Pending(out, (work,), finish, done, keep=(x,))
 
 
