@@ -10,8 +10,9 @@ from megatron_dllm.config.optimizer import OptimizerConfig
 from megatron_dllm.config.parallel import ParallelConfig
 from megatron_dllm.config.presets import PRESETS
 from megatron_dllm.config.problems import Problem, format_problems
-from megatron_dllm.config.run import RunConfig, parse, parse_or_exit, to_arguments_text, to_flags
+from megatron_dllm.config.run import RunConfig, differences, parse, parse_or_exit, to_arguments_text, to_flags
 from megatron_dllm.config.training import TrainingConfig
+from megatron_dllm.config.validation import check_against_checkpoint, validate
 
 __all__ = [
     "PRESETS",
@@ -26,9 +27,12 @@ __all__ = [
     "Problem",
     "RunConfig",
     "TrainingConfig",
+    "check_against_checkpoint",
+    "differences",
     "format_problems",
     "parse",
     "parse_or_exit",
     "to_arguments_text",
     "to_flags",
+    "validate",
 ]

@@ -1,6 +1,7 @@
 """From dataclass fields to command-line flags and back: the machinery, which knows no particular flag."""
 
 import argparse
+import textwrap
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator
@@ -78,6 +79,7 @@ class Flag:
             self.name,
             type=self.convert,
             choices=self.choices,
+            action=_StoreTuple if self.several else "store",
             nargs="*" if self.several else None,
             metavar=None if self.choices else metavar,
             default=argparse.SUPPRESS,
@@ -85,7 +87,7 @@ class Flag:
         )
 
     def help_text(self) -> str:
-        if self.default is MISSING:
+        if self.default in (MISSING, None, (), ""):
             return self.help.replace("%", "%%")
         return f"{self.help} (default: {self.describe(self.default)})".replace("%", "%%")
 
@@ -118,6 +120,11 @@ class Flag:
         return [self.name, *words]
 
 
+class _StoreTuple(argparse.Action):
+    def __call__(self, parser, namespace, values, option_string=None):
+        setattr(namespace, self.dest, tuple(values))
+
+
 class Parser(argparse.ArgumentParser):
     """argparse that raises ValueError where it would print its usage and exit."""
 
@@ -127,6 +134,8 @@ class Parser(argparse.ArgumentParser):
         return [name for name in self._option_string_actions if name.startswith("--")]
 
     def error(self, message: str) -> typing.NoReturn:
+        if message.startswith("unrecognized arguments"):
+            message += " (no flag takes them; a switch is given as --name or --no-name, without a value)"
         raise ValueError(message)
 
 
@@ -135,6 +144,10 @@ class HelpFormatter(argparse.HelpFormatter):
 
     def __init__(self, prog: str):
         super().__init__(prog, max_help_position=38, width=120)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        """Unlike argparse's own, breaks no flag at its hyphens."""
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
 
 
 def build_parser(groups: Iterable[type], *, description: str) -> Parser:

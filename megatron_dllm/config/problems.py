@@ -7,7 +7,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Problem:
-    """Settings that cannot work together: the flags with their values, the rule that they break, and what to set instead.
+    """Settings that cannot work together: the flags with their values (as shown), the rule that they break, and what to set instead.
 
     `fix` gives field values that make the problem go away, where that is mechanical (None: leave the flag out).
     """
@@ -18,7 +18,7 @@ class Problem:
     fix: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        settings = ", ".join(f"{name} {_shown(value)}" for name, value in self.flags.items())
+        settings = ", ".join(f"{name} {value}" for name, value in self.flags.items())
         return f"{settings}: {self.why}; {self.remedy}."
 
 
@@ -27,11 +27,3 @@ def format_problems(problems: Iterable[Problem]) -> str:
     lines = [str(problem) for problem in problems]
     count = "1 setting cannot work" if len(lines) == 1 else f"{len(lines)} settings cannot work"
     return "\n".join([f"{count}:", *(f"  {line}" for line in lines)])
-
-
-def _shown(value: Any) -> str:
-    if value is None or value == () or value == "":
-        return "(not given)"
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)

@@ -3,8 +3,9 @@
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any
 
 from megatron_dllm.config import model_source
 from megatron_dllm.config.arguments_file import expand_argument_files
@@ -38,6 +39,17 @@ class RunConfig:
     model_origin: str = field(default="code", compare=False)
     overrides: tuple[str, ...] = field(default=(), compare=False)
 
+    def value(self, field_name: str) -> Any:
+        """The value of a field of any group, for code that goes over flags."""
+        return getattr(getattr(self, FLAGS[field_name][0]), field_name)
+
+    def with_values(self, **values: Any) -> "RunConfig":
+        """This run with other values of fields, of whatever group."""
+        by_group: dict[str, dict[str, Any]] = {}
+        for field_name, value in values.items():
+            by_group.setdefault(FLAGS[field_name][0], {})[field_name] = value
+        return replace(self, **{group: replace(getattr(self, group), **changes) for group, changes in by_group.items()})
+
 
 # Attribute of RunConfig -> its config class, in the order of --help.
 GROUPS: dict[str, type] = {
@@ -53,7 +65,8 @@ GROUPS: dict[str, type] = {
     "generation": GenerationConfig,
 }
 DESCRIPTION = "Train a block-diffusion language model. Flags may also stand in files: @args.txt."
-FLAGS: dict[str, Flag] = {item.name: item for group in GROUPS.values() for item in flags_of(group)}
+# Field name, which is unique over all groups -> its group and its flag.
+FLAGS: dict[str, tuple[str, Flag]] = {item.field: (name, item) for name, group in GROUPS.items() for item in flags_of(group)}
 
 
 def parse(argv: Sequence[str]) -> RunConfig:
@@ -106,3 +119,9 @@ def _flag_lines(run: RunConfig) -> dict[str, list[list[str]]]:
         for name, group in GROUPS.items()
         if name != "source"
     }
+
+
+def differences(runs: Sequence[RunConfig]) -> dict[str, tuple[Any, ...]]:
+    """The flags in which `runs` differ, each with the value of every run."""
+    values = {item.name: tuple(run.value(name) for run in runs) for name, (group, item) in FLAGS.items() if group != "source"}
+    return {name: of_runs for name, of_runs in values.items() if any(value != of_runs[0] for value in of_runs)}

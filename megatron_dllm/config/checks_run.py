@@ -1,0 +1,192 @@
+"""Rules of the objective, the data, the batches and the course of training."""
+
+from megatron_dllm.config.check import Fault, check, listed
+from megatron_dllm.config.data import DataConfig
+
+
+@check("world_size", "tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size",
+       "micro_batch_size", "global_batch_size")  # fmt: skip
+def batch_divides(world_size: int, tp: int, cp: int, pp: int, micro: int, total: int) -> Fault | None:
+    """Every data-parallel rank must make the same number of whole microbatches."""
+    copies = world_size // (tp * cp * pp)
+    if copies == 0 or total % (micro * copies) == 0:
+        return None
+    unit = micro * copies
+    above = -(-total // unit) * unit
+    fits = ([above - unit] if above > unit else []) + [above]
+    return Fault(
+        f"{total} rows do not divide into microbatches of {micro} on {copies} data-parallel ranks",
+        f"set --global-batch-size to a multiple of {unit}, such as {listed(fits)}",
+        {"global_batch_size": above},
+    )
+
+
+@check("train_iters", "train_samples", "num_epochs")
+def one_duration(iters: int | None, samples: int | None, epochs: int | None) -> Fault | None:
+    given = [value for value in (iters, samples, epochs) if value is not None]
+    if len(given) == 1:
+        return None
+    if not given:
+        return Fault("nothing says how long to train", "set --train-iters, --train-samples or --num-epochs", {"train_iters": 1000})
+    keep = "train_iters" if iters is not None else "train_samples"
+    drop = {name: None for name in ("train_iters", "train_samples", "num_epochs") if name != keep}
+    return Fault(f"{len(given)} flags say how long to train", f"keep one of them, such as --{keep.replace('_', '-')}", drop)
+
+
+@check("train_samples", "global_batch_size")
+def samples_fill_a_batch(samples: int | None, batch: int) -> Fault | None:
+    if samples is None or samples >= batch:
+        return None
+    return Fault("the samples do not fill one batch", f"set --train-samples to at least {batch}", {"train_samples": batch})
+
+
+@check("objective", "diffusion_loss", "noise_min")
+def reweighting_is_bounded(objective: str, loss: str, noise_min: float) -> Fault | None:
+    if not loss.startswith("reweighted") or noise_min < 0.5:
+        return None
+    return Fault("1 / (1 - t) is bounded by t <= 1 - noise_min, which leaves no range", "set --noise-min below 0.5", {"noise_min": 1e-3})
+
+
+@check("noise_sampling", "global_batch_size")
+def antithetic_needs_company(sampling: str, batch: int) -> Fault | None:
+    if sampling != "antithetic" or batch > 1:
+        return None
+    return Fault("one example has no others to be spread against", "set --noise-sampling to uniform", {"noise_sampling": "uniform"})
+
+
+@check("data_source", "data_path")
+def some_data(source: str, path: tuple[str, ...]) -> Fault | None:
+    if path or source == "sudoku":
+        return None
+    return Fault("there is nothing to train on", "give --data-path, or set --data-source to sudoku", {"data_source": "sudoku"})
+
+
+@check("data_path")
+def blend_alternates(path: tuple[str, ...]) -> Fault | None:
+    try:
+        DataConfig(data_path=path).blend()
+    except ValueError as error:
+        return Fault(str(error), "write --data-path as 0.3 A 0.7 B, or without any weight")
+    return None
+
+
+@check("data_columns")
+def columns_are_pairs(columns: tuple[str, ...]) -> Fault | None:
+    wrong = [word for word in columns if not all(word.partition("=")[::2])]
+    if not wrong:
+        return None
+    return Fault(f"{wrong[0]} is not OURS=THEIRS", "write --data-columns as messages=dialogue")
+
+
+@check("split")
+def split_is_three_shares(split: str) -> Fault | None:
+    try:
+        DataConfig(split=split).split_shares()
+    except ValueError as error:
+        return Fault(str(error), "set --split to 969,30,1", {"split": "969,30,1"})
+    return None
+
+
+@check("eval_interval", "split")
+def evaluation_has_data(interval: int | None, split: str) -> Fault | None:
+    if interval is None or split_is_three_shares(split) or DataConfig(split=split).split_shares()[1] > 0:
+        return None
+    return Fault("no share of the data is for validation", "set --split to 969,30,1, or leave out --eval-interval", {"split": "969,30,1"})
+
+
+@check("tokenizer_type", "tokenizer_model")
+def tokenizer_is_named(kind: str, model: str | None) -> Fault | None:
+    if kind != "HuggingFaceTokenizer" or model:
+        return None
+    return Fault(
+        "the tokenizer's files are not named",
+        "give --tokenizer-model DIR, or set --tokenizer-type to ByteTokenizer",
+        {"tokenizer_type": "ByteTokenizer"},
+    )
+
+
+@check("lr", "min_lr")
+def lr_falls(lr: float, min_lr: float) -> Fault | None:
+    if min_lr <= lr:
+        return None
+    return Fault("the learning rate cannot decay upwards", f"set --min-lr to at most {lr}", {"min_lr": lr})
+
+
+@check("lr_warmup_iters", "lr_warmup_fraction")
+def one_warmup(iters: int, fraction: float | None) -> Fault | None:
+    if not iters or fraction is None:
+        return None
+    return Fault("both say how long the warm-up is", "leave out one, such as --lr-warmup-fraction", {"lr_warmup_fraction": None})
+
+
+@check("lr_decay_style", "lr_wsd_decay_iters")
+def wsd_has_a_decay(style: str, iters: int | None) -> Fault | None:
+    if style != "WSD" or iters is not None:
+        return None
+    return Fault("nothing says how long the decay at the end is", "set --lr-wsd-decay-iters", {"lr_wsd_decay_iters": 1})
+
+
+@check("lr_warmup_iters", "lr_wsd_decay_iters", "lr_decay_iters", "train_iters")
+def course_fits(warmup: int, wsd_decay: int | None, decay_iters: int | None, train_iters: int | None) -> Fault | None:
+    """Warm-up and final decay must fit into the steps of the schedule, where their number is known."""
+    steps = decay_iters if decay_iters is not None else train_iters
+    if steps is None or warmup + (wsd_decay or 0) <= steps:
+        return None
+    parts = f"a warm-up of {warmup} steps" + (f" and a decay of {wsd_decay}" if wsd_decay else "")
+    if wsd_decay is not None and wsd_decay < steps:
+        return Fault(f"{parts} do not fit into {steps}", f"set --lr-warmup-iters to at most {steps - wsd_decay}",
+                     {"lr_warmup_iters": steps - wsd_decay})  # fmt: skip
+    if wsd_decay is None:
+        return Fault(f"{parts} does not fit into {steps}", f"set --lr-warmup-iters to at most {steps}", {"lr_warmup_iters": steps})
+    return Fault(f"{parts} do not fit into {steps}", f"set --lr-wsd-decay-iters below {steps} and --lr-warmup-iters so that both fit")
+
+
+@check("recompute_granularity", "recompute_modules")
+def selective_names_modules(granularity: str | None, modules: tuple[str, ...]) -> Fault | None:
+    if granularity != "selective" or modules:
+        return None
+    return Fault(
+        "nothing is named to compute again", "set --recompute-modules, to core_attn for example", {"recompute_modules": ("core_attn",)}
+    )
+
+
+@check("device", "memory_snapshot_path")
+def snapshot_needs_cuda(device: str, path: str | None) -> Fault | None:
+    if device != "cpu" or path is None:
+        return None
+    return Fault("only CUDA memory has a snapshot", "leave out --memory-snapshot-path", {"memory_snapshot_path": None})
+
+
+@check("profile", "profile_step_start", "profile_step_end")
+def profile_has_steps(profile: bool, start: int, end: int) -> Fault | None:
+    if not profile or start < end:
+        return None
+    return Fault("no step lies between them", f"set --profile-step-end to at least {start + 1}", {"profile_step_end": start + 1})
+
+
+@check("profile", "profile_step_start", "train_iters")
+def profile_is_reached(profile: bool, start: int, train_iters: int | None) -> Fault | None:
+    if not profile or train_iters is None or start < train_iters:
+        return None
+    return Fault("training ends before", f"set --profile-step-start below {train_iters}", {"profile_step_start": 0})
+
+
+@check("profile", "tensorboard_dir", "run_dir", "save")
+def profile_has_a_folder(profile: bool, tensorboard_dir: str | None, run_dir: str | None, save: str | None) -> Fault | None:
+    if not profile or tensorboard_dir or run_dir or save:
+        return None
+    return Fault("the trace has no folder to go to", "give --run-dir or --tensorboard-dir", {"run_dir": "runs/profile"})
+
+
+@check("save_best", "eval_interval")
+def best_is_measured(save_best: bool, interval: int | None) -> Fault | None:
+    if not save_best or interval is not None:
+        return None
+    return Fault("without evaluation no checkpoint is the best", "set --eval-interval, or leave out --save-best", {"save_best": False})
+
+
+@check("t_min", "t_max")
+def temperature_falls(t_min: float, t_max: float) -> Fault | None:
+    if t_min <= t_max:
+        return None
+    return Fault("the temperature cannot rise over the steps", f"set --t-min to at most {t_max}", {"t_min": t_max})

@@ -1,0 +1,182 @@
+"""validate(): every check of a run's settings that needs no files and no processes. It reads and reports; nothing is rewritten."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, asdict, dataclass
+from typing import Any
+
+# The files of checks enter their rules into CHECKS.
+from megatron_dllm.config import checks_model, checks_run  # noqa: F401
+from megatron_dllm.config.check import CHECKS
+from megatron_dllm.config.model import ModelConfig
+from megatron_dllm.config.model_source import contradictions
+from megatron_dllm.config.problems import Problem
+from megatron_dllm.config.run import FLAGS, RunConfig
+
+# Settings that are accepted by name and not built yet: field -> what is missing. A row goes when its feature comes.
+UNAVAILABLE = {
+    "tensor_model_parallel_size": "tensor parallelism is not available yet",
+    "context_parallel_size": "context parallelism is not available yet",
+    "pipeline_model_parallel_size": "pipeline parallelism is not available yet",
+    "expert_model_parallel_size": "expert parallelism is not available yet",
+    "expert_tensor_parallel_size": "tensor parallelism of experts is not available yet",
+    "use_distributed_optimizer": "the distributed optimizer is not available yet",
+}
+
+
+@dataclass(frozen=True)
+class Range:
+    """The numbers from `low` to `high`; an open end is left out."""
+
+    low: float
+    high: float = math.inf
+    low_open: bool = False
+    high_open: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        above = value > self.low if self.low_open else value >= self.low
+        return above and (value < self.high if self.high_open else value <= self.high) and math.isfinite(value)
+
+    def __str__(self) -> str:
+        low = f"above {self.low}" if self.low_open else f"at least {self.low}"
+        if self.high == math.inf:
+            return low
+        return f"{low} and {'below' if self.high_open else 'at most'} {self.high}"
+
+
+COUNT, COUNT_OR_NONE = Range(1), Range(0)
+POSITIVE, NOT_NEGATIVE, SHARE = Range(0, low_open=True), Range(0), Range(0, 1)
+# Field -> where its value, or each of its values, must lie on its own; fields with choices, and free texts, have none.
+RANGES: dict[str, Range] = {
+    **dict.fromkeys(
+        ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "window_size",
+         "num_global_query_groups", "global_kv_channels", "num_experts", "moe_router_topk", "moe_ffn_hidden_size", "vocab_size",
+         "canvas_length", "max_position_embeddings", "seq_length", "max_canvases_per_row", "sudoku_num_puzzles", "micro_batch_size",
+         "global_batch_size", "train_iters", "train_samples", "num_epochs", "eval_interval", "eval_iters", "exit_duration_in_mins",
+         "exit_interval", "max_skipped_steps", "lr_decay_iters", "lr_wsd_decay_iters", "tensor_model_parallel_size",
+         "context_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size",
+         "log_interval", "save_interval", "save_hf_interval", "max_new_tokens", "max_denoising_steps"),
+        COUNT,
+    ),
+    **dict.fromkeys(
+        ("bos_token_id", "eos_token_id", "pad_token_id", "num_workers", "seed", "profile_step_start", "profile_step_end",
+         "lr_warmup_iters", "stability_threshold"),
+        COUNT_OR_NONE,
+    ),
+    **dict.fromkeys(
+        ("final_logit_softcapping", "norm_epsilon", "rotary_base", "rotary_base_global", "lr", "adam_eps", "peak_tflops", "t_min",
+         "t_max"),
+        POSITIVE,
+    ),
+    **dict.fromkeys(
+        ("init_method_std", "encoder_loss_weight", "min_lr", "weight_decay", "clip_grad", "entropy_bound", "confidence_threshold"),
+        NOT_NEGATIVE,
+    ),
+    "rotary_percent_global": Range(0, 1, low_open=True),
+    "self_conditioning_prob": SHARE,
+    "noise_min": Range(0, 1, low_open=True, high_open=True),
+    "lr_warmup_fraction": SHARE,
+    "adam_beta1": Range(0, 1, high_open=True),
+    "adam_beta2": Range(0, 1, high_open=True),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Settings that do something only where `holds`; `condition` says so in flags."""
+
+    fields: tuple[str, ...]
+    condition: str
+    holds: Callable[[RunConfig], bool]
+
+
+NEEDS = (
+    Needs(
+        ("diffusion_loss", "canvases_scored", "score_tokens", "score_eos_fill", "encoder_loss_weight", "self_conditioning_prob",
+         "self_conditioning_null", "noise_min", "noise_sampling", "canvas_length_schedule"),
+        "--objective block-diffusion",
+        lambda run: run.objective.objective == "block-diffusion",
+    ),
+    Needs(("encoder_loss_normalization", "encoder_loss_tokens"), "--encoder-loss-weight above 0",
+          lambda run: run.objective.encoder_loss_weight > 0),
+    Needs(("self_conditioning_null",), "--self-conditioning-prob below 1", lambda run: run.objective.self_conditioning_prob < 1),
+    Needs(("data_path",), "--data-source auto, chat or indexed", lambda run: run.data.data_source != "sudoku"),
+    Needs(("data_columns", "chat_template", "supervise_turns"), "--data-source auto or chat",
+          lambda run: run.data.data_source in ("auto", "chat")),
+    Needs(("sudoku_size", "sudoku_num_puzzles"), "--data-source sudoku", lambda run: run.data.data_source == "sudoku"),
+    Needs(("tokenizer_model",), "--tokenizer-type HuggingFaceTokenizer", lambda run: run.data.tokenizer_type == "HuggingFaceTokenizer"),
+    Needs(("max_canvases_per_row",), "--packing", lambda run: run.data.packing),
+    Needs(("eval_iters",), "--eval-interval", lambda run: run.training.eval_interval is not None),
+    Needs(("recompute_modules",), "--recompute-granularity selective", lambda run: run.training.recompute_granularity == "selective"),
+    Needs(("profile_step_start", "profile_step_end"), "--profile", lambda run: run.training.profile),
+    Needs(("lr_decay_iters", "min_lr"), "an --lr-decay-style that decays", lambda run: run.optimizer.lr_decay_style != "constant"),
+    Needs(("lr_wsd_decay_iters", "lr_wsd_decay_style"), "--lr-decay-style WSD", lambda run: run.optimizer.lr_decay_style == "WSD"),
+    Needs(("sequence_parallel",), "--tensor-model-parallel-size above 1", lambda run: run.parallel.tensor_model_parallel_size > 1),
+    Needs(("peak_tflops",), "--log-throughput", lambda run: run.logging.log_throughput),
+    Needs(("wandb_exp_name",), "--wandb-project", lambda run: run.logging.wandb_project is not None),
+    Needs(("save_interval", "save_best"), "--save", lambda run: run.checkpoint.save is not None),
+    Needs(("save_hf_interval",), "--save-hf", lambda run: run.checkpoint.save_hf is not None),
+)  # fmt: skip
+
+
+def validate(run: RunConfig, *, world_size: int = 1) -> list[Problem]:
+    """Every reason why `world_size` processes cannot train as `run` says, empty if there is none."""
+    out_of_range = {problem_field: problem for problem_field, problem in _range_problems(run)}
+    problems = list(out_of_range.values())
+    problems += _unavailable(run)
+    for needs in NEEDS:
+        problems += _without_effect(run, needs)
+    values = {name: run.value(name) for name, (group, _) in FLAGS.items() if group != "source"} | {"world_size": world_size}
+    for entry in CHECKS:
+        # A rule may count on each value alone being sensible.
+        if not out_of_range.keys() & set(entry.fields):
+            if fault := entry.rule(*(values[name] for name in entry.fields)):
+                shown = {_shown_name(name): _shown(name, values[name]) for name in entry.fields}
+                problems.append(Problem(shown, fault.why, fault.remedy, fault.fix))
+    return problems
+
+
+def _shown_name(name: str) -> str:
+    return FLAGS[name][1].name if name in FLAGS else name.replace("_", " ")
+
+
+def _shown(name: str, value: Any) -> str:
+    return FLAGS[name][1].describe(value) if name in FLAGS else str(value)
+
+
+def _range_problems(run: RunConfig) -> Iterator[tuple[str, Problem]]:
+    for name, allowed in RANGES.items():
+        value = run.value(name)
+        numbers = value if isinstance(value, tuple) else () if value is None else (value,)
+        if any(number not in allowed for number in numbers):
+            default = FLAGS[name][1].default
+            mended = int(allowed.low) if default is MISSING else default
+            remedy = f"set {_shown_name(name)} to {_shown(name, mended)}, for example" if mended is not None else "leave it out"
+            yield name, Problem({_shown_name(name): _shown(name, value)}, f"must be {allowed}", remedy, {name: mended})
+
+
+def _unavailable(run: RunConfig) -> Iterator[Problem]:
+    for name, why in UNAVAILABLE.items():
+        default, value = FLAGS[name][1].default, run.value(name)
+        # A size below 1 is a problem of its range.
+        if value > default:
+            yield Problem({_shown_name(name): _shown(name, value)}, why, "leave the flag out", {name: default})
+
+
+def _without_effect(run: RunConfig, needs: Needs) -> Iterator[Problem]:
+    if needs.holds(run):
+        return
+    for name in needs.fields:
+        default, value = FLAGS[name][1].default, run.value(name)
+        if value != default:
+            yield Problem(
+                {_shown_name(name): _shown(name, value)},
+                f"has no effect without {needs.condition}",
+                "add that, or leave the flag out",
+                {name: default},
+            )
+
+
+def check_against_checkpoint(run: RunConfig, stored: ModelConfig) -> list[Problem]:
+    """A problem for each setting of the model that is not what a checkpoint's model, `stored`, has."""
+    return contradictions(asdict(run.model), stored, run.checkpoint.load or run.checkpoint.pretrained_checkpoint or "")
