@@ -44,7 +44,7 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> Routing:
         scaled = rms_norm(at_least_fp32(x), None, self.eps) * self.scale * self.root
-        probabilities = F.linear(scaled, self.weight).softmax(-1)
+        probabilities = F.linear(scaled, at_least_fp32(self.weight)).softmax(-1)
         chosen, indices = probabilities.topk(self.topk, dim=-1)
         weights = chosen / chosen.sum(-1, keepdim=True) * self.per_expert_scale[indices]
         return Routing(indices, weights, probabilities)

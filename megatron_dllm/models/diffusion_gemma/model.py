@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...config import ModelConfig
@@ -19,7 +20,7 @@ from ...tensor_parallel.initialization import Init
 from ...transformer.block import TransformerBlock
 from ...transformer.mlp import MLP
 from ...transformer.norms import RMSNorm, rms_norm
-from ...transformer.precision import at_least_fp32
+from ...transformer.precision import accumulation_dtype, at_least_fp32
 from ...transformer.recompute import Recompute
 from ...transformer.token_pass import LayerContext, TokenPass
 
@@ -86,6 +87,16 @@ class DiffusionGemma(nn.Module):
         return soft_embedding(
             draft, self.embedding.weight, softcap=self.config.final_logit_softcapping, scale=self.embedding_scale, tp=self.context.tp,
             vocab_size=self.config.vocab_size)
+
+    def soft_signal_of(self, logits: Tensor) -> Tensor:
+        """The same from logits [T, V] at hand, as the sampler has them (already soft-capped and scaled by its temperature)."""
+        weights = logits.softmax(-1, dtype=accumulation_dtype(logits.dtype)).to(self.embedding.weight.dtype)
+        return weights @ self.embedding.weight * self.embedding_scale
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Soft-capped logits [T, V] of final hidden states, at least fp32. For generation: training never holds them."""
+        raw, cap = at_least_fp32(F.linear(hidden, self.embedding.weight)), self.config.final_logit_softcapping
+        return torch.tanh(raw / cap) * cap
 
     def forward(self, inputs: MicrobatchInputs) -> LossTerms:
         """Both losses of a microbatch, already divided by the global denominators."""

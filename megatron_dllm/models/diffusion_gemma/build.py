@@ -1,0 +1,42 @@
+"""Building a model: at random from a configuration, or from the weights of a directory."""
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from ...checkpoint.model_state import load_whole_tensors
+from ...config import ModelConfig, RunConfig
+from ...parallel import ParallelContext
+from ...tensor_parallel.initialization import Constant, Init, Initializer
+from ...transformer.recompute import Recompute
+from .model import DiffusionGemma
+from .transformers_directory import TransformersDirectory
+
+UNSET = Constant(0.0)  # for weights that are loaded right after
+
+
+def build_model(run: RunConfig, context: ParallelContext, *, init: Init | None = None, dtype: torch.dtype | None = None) -> DiffusionGemma:
+    """The model of a run with initial weights; frozen parts ask for no gradient and are held in the compute dtype."""
+    model = DiffusionGemma(
+        run.model, context=context, init=init or Initializer(run.training.seed, run.model.init_method_std),
+        dtype=dtype or (torch.bfloat16 if run.training.bf16 else torch.float32), recompute=Recompute.from_config(run.training))
+    if run.objective.freeze_router:
+        for block in model.layers.values():
+            for parameter in block.moe.router.parameters():
+                parameter.requires_grad_(False)
+                parameter.data = parameter.data.to(model.dtype)
+    return model
+
+
+def empty_model(config: ModelConfig, context: ParallelContext, dtype: torch.dtype) -> DiffusionGemma:
+    """A model whose weights are about to be loaded, for inference."""
+    return DiffusionGemma(config, context=context, init=UNSET, dtype=dtype).requires_grad_(False).eval()
+
+
+def load_transformers(path: str | Path, context: ParallelContext, dtype: torch.dtype) -> DiffusionGemma:
+    """The model of a transformers directory, for inference."""
+    source = TransformersDirectory.open(path)
+    model = empty_model(source.config, context, dtype)
+    load_whole_tensors(model, source.tensors(), str(path))
+    return model

@@ -1,0 +1,33 @@
+#!/usr/bin/env python3
+"""Verification suites: each prints its figures last and ends with a status other than 0 when one is missed.
+
+usage: python tools/verify.py SUITE [options]      (--help after a suite tells its options)
+"""
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from pathlib import Path
+
+SUITES = {
+    "parity": "model, losses and gradients against transformers",
+    "sampler": "generation against transformers, with the same draws",
+}
+
+
+def main() -> int:
+    sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    suites = parser.add_subparsers(dest="suite", required=True, metavar="SUITE")
+    chosen = next((word for word in sys.argv[1:] if word in SUITES), None)
+    for name, summary in SUITES.items():
+        suite = suites.add_parser(name, help=summary)
+        if name == chosen:
+            importlib.import_module(f"verification.{name}").add_arguments(suite)
+    arguments = parser.parse_args()
+    return 1 if importlib.import_module(f"verification.{arguments.suite}").run(arguments) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
