@@ -124,6 +124,10 @@ class TurnRenderer:
         header = _shared_length(through[0].ids, through[1].ids)
         mask = through[0].assistant_mask
         if mask is not None:
+            marked = self.tokenizer.decode([token for token, inside in zip(through[0].ids, mask, strict=True) if inside])
+            if PROBE_USER in marked:
+                raise ValueError(f"tokenizer {self.tokenizer.name}: its chat template marks the user's words for learning, {marked!r}; "
+                                 "correct its generation tags, or pass another template with --chat-template")
             header = mask.index(True) if True in mask else header
         elif all(rendering.ids[:len(prompt)] == prompt for rendering in through):
             return
