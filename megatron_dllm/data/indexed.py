@@ -183,7 +183,7 @@ class IndexedSource:
     A document longer than the sequence becomes several examples: consecutive pieces, as long as `seq_length` allows in whole canvases after
     the prompt, the last one shorter. Every piece but the last counts as truncated: the text goes on, so an end after it would be a lie.
     Each piece is an example of its own (key: document, piece), starts at position 0 and sees nothing of the piece before. Empty
-    documents give no example; `num_empty` counts them. `documents` picks a range of the file, for splits; keys count in the whole file.
+    documents give no example; `num_empty` counts them.
     """
 
     def __init__(
@@ -193,7 +193,6 @@ class IndexedSource:
         seq_length: int,
         canvas_length: int = 1,
         bos_id: int | None = None,
-        documents: range | None = None,
         vocab_size: int | None = None,
     ):
         self._file = IndexedFile(prefix)
@@ -204,20 +203,16 @@ class IndexedSource:
         if room <= 0:
             raise ValueError(f"a sequence of {seq_length} tokens holds no canvas of {canvas_length} after {len(self._bos)} prompt tokens; "
                              f"set --seq-length to at least {canvas_length + len(self._bos)}")
-        chosen = range(len(self._file)) if documents is None else documents
-        if chosen.step != 1 or chosen.start < 0 or chosen.stop > len(self._file):
-            raise ValueError(f"{self._file.bin_path}: documents {chosen} of a file that has {len(self._file)}")
-        starts = self._file.starts[chosen.start : chosen.stop + 1] if len(chosen) else np.zeros(1, np.int64)
-        lengths = np.diff(starts)
+        lengths = np.diff(self._file.starts)
         self.num_empty = int((lengths == 0).sum())
         pieces = -(-lengths // room)
         document = np.repeat(np.arange(len(lengths)), pieces)
         piece = np.arange(len(document)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
         response = np.minimum(lengths[document] - piece * room, room)
-        self._starts = starts[document] + piece * room
+        self._starts = self._file.starts[document] + piece * room
         self.lengths = np.stack([np.full_like(response, len(self._bos)), response], axis=1).astype(np.int32)
         self.truncated = piece < pieces[document] - 1
-        self.keys = np.stack([document + chosen.start, piece], axis=1)
+        self.keys = np.stack([document, piece], axis=1)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -236,12 +231,6 @@ class IndexedSource:
     def describe(self, index: int) -> str:
         document, piece = self.keys[index]
         return f"{self.name} document {document} piece {piece}"
-
-
-def document_ranges(num_documents: int, shares: Sequence[float]) -> tuple[range, ...]:
-    """Consecutive ranges of documents in these shares (which sum to 1): training, validation, test."""
-    bounds = [0, *(round(float(share) * num_documents) for share in np.cumsum(shares))]
-    return tuple(range(start, stop) for start, stop in zip(bounds, bounds[1:], strict=False))
 
 
 def paths_of(prefix: str | Path) -> tuple[Path, Path]:

@@ -5,7 +5,7 @@ import struct
 import numpy as np
 import pytest
 
-from megatron_dllm.data.indexed import IndexedFile, IndexedWriter, document_ranges, token_dtype
+from megatron_dllm.data.indexed import IndexedFile, IndexedWriter, token_dtype
 
 DOCUMENTS = [[5, 6, 7], [], [65000], [1, 2]]
 
@@ -132,13 +132,3 @@ def test_document_outside(tmp_path):
 
 def test_token_dtype():
     assert [token_dtype(size) for size in (264, 65499, 65500, 262144)] == [np.uint16, np.uint16, np.int32, np.int32]
-
-
-@pytest.mark.parametrize(
-    ("count", "shares", "sizes"),
-    [(1000, (0.969, 0.03, 0.001), [969, 30, 1]), (7, (0.5, 0.5, 0), [4, 3, 0]), (0, (0.9, 0.1, 0), [0, 0, 0]), (3, (1, 0, 0), [3, 0, 0])],
-)
-def test_document_ranges(count, shares, sizes):
-    ranges = document_ranges(count, shares)
-    assert [len(part) for part in ranges] == sizes
-    assert [document for part in ranges for document in part] == list(range(count))

@@ -47,29 +47,17 @@ def test_pieces_hold_every_token_once(prefix, bos, canvas, seq_length):
     assert kept == list(range(10, 10 + sum(LENGTHS)))
 
 
-def test_documents_range_keeps_the_keys(prefix):
-    whole = IndexedSource(prefix, seq_length=4)
-    part = IndexedSource(prefix, seq_length=4, documents=range(3, 7))
-    assert len(part) == 4
-    for i in range(len(part)):
-        assert part.keys[i].tolist() == whole.keys[i + 4].tolist()
-        assert part.tokens(i).tolist() == whole.tokens(i + 4).tolist()
-    assert part.num_empty == 1
-
-
-@pytest.mark.parametrize("documents", [range(0), range(1, 2), range(7, 7)], ids=["none", "an empty document", "none at the end"])
-def test_source_without_examples(prefix, documents):
-    source = IndexedSource(prefix, seq_length=4, documents=documents)
+@pytest.mark.parametrize("lengths", [[], [0, 0]], ids=["no document", "empty documents"])
+def test_source_without_examples(tmp_path, lengths):
+    with IndexedWriter(tmp_path / "none", dtype=np.uint16) as writer:
+        for _ in lengths:
+            writer.add_document([])
+    source = IndexedSource(tmp_path / "none", seq_length=4)
     assert len(source) == 0
+    assert source.num_empty == len(lengths)
     assert source.lengths.shape == source.keys.shape == (0, 2)
-    with pytest.raises(IndexError, match="example 0 of text, which has 0"):
+    with pytest.raises(IndexError, match="example 0 of none, which has 0"):
         source.tokens(0)
-
-
-@pytest.mark.parametrize("documents", [range(5, 8), range(-1, 3), range(0, 6, 2)], ids=str)
-def test_documents_outside(prefix, documents):
-    with pytest.raises(ValueError, match="of a file that has 7"):
-        IndexedSource(prefix, seq_length=4, documents=documents)
 
 
 def test_sequence_without_room(prefix):
