@@ -20,7 +20,7 @@ MODEL_FLAGS: dict[str, Flag] = {item.field: item for item in flags_of(ModelConfi
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSource:
-    """Model source (one of the two, or --load or --pretrained-checkpoint with a checkpoint, or every model flag that has no default)"""
+    """Model source (one of these, or a checkpoint by --load or --pretrained-checkpoint, or the model's own flags)"""
 
     preset: Literal["diffusiongemma-26b-a4b", "toy"] | None = flag("A model by name.", None)
     model_config: str | None = flag("A transformers config.json, or the folder that holds one.", None, metavar="PATH")

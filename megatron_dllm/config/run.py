@@ -106,7 +106,8 @@ def to_arguments_text(run: RunConfig) -> str:
     """`to_flags` as the text of an args.txt: one flag with its value on a line, a comment before each group."""
     sections = []
     for name, lines in _flag_lines(run).items():
-        origin = "".join(f"\n# {note}" for note in (f"from {run.model_origin}", *run.overrides)) if name == "model" else ""
+        notes = (f"from {run.model_origin}", *run.overrides) if name == "model" else ()
+        origin = "".join("\n# " + " ".join(note.split()) for note in notes)
         title = GROUPS[name].__doc__.partition(" (")[0]
         sections.append("\n".join([f"# {title}{origin}", *(shlex.join(words) for words in lines)]))
     return "\n\n".join(sections) + "\n"

@@ -1,0 +1,246 @@
+"""validate(): one case for every rule, each problem's remedy applied and the problem seen gone."""
+
+import typing
+
+import pytest
+
+from megatron_dllm.config import ObjectiveConfig, Problem, RunConfig, format_problems, parse, validate
+from megatron_dllm.config.check import CHECKS, divisors, listed
+from megatron_dllm.config.data import DataConfig
+from megatron_dllm.config.run import FLAGS
+from megatron_dllm.config.validation import NEEDS, RANGES, UNAVAILABLE
+
+GOOD = parse(["--preset", "toy", "--train-iters", "100", "--data-path", "data.jsonl", "--global-batch-size", "24"])
+
+
+def flag_of(name: str) -> str:
+    return FLAGS[name][1].name
+
+
+def test_good_runs_have_no_problem():
+    assert validate(GOOD) == []
+    release = GOOD.with_values(**vars(parse(["--preset", "diffusiongemma-26b-a4b"]).model))
+    assert validate(release) == []
+    assert validate(GOOD, world_size=3) == []
+
+
+# Rule -> settings that break it and no other, the processes, what the problem's text says.
+CASES: list[tuple[str, dict, int, str]] = [
+    ("sliding_heads", {"num_query_groups": 3}, 1, "do not share 3 key heads evenly in sliding layers; set --num-query-groups to one of 1, 2, 4"),
+    ("full_heads", {"num_global_query_groups": 8}, 1, "do not share 8 key heads evenly in full layers; set --num-global-query-groups"),
+    ("sliding_head_is_even", {"kv_channels": 15}, 1, "--kv-channels 15: rotary embedding turns pairs of channels; set --kv-channels to 16"),
+    ("full_head_is_even", {"global_kv_channels": 1}, 1, "set --global-kv-channels to 2"),
+    ("layer_types_fit", {"num_layers": 5}, 1, "--layer-types sliding*5,full: the pattern has 6 layers; set --num-layers to 6"),
+    ("last_layer_is_full", {"layer_types": ("full",) * 5 + ("sliding",)}, 1, "the last layer must be full; set --layer-types to full."),
+    ("enough_experts", {"moe_router_topk": 9}, 1, "a token cannot go to 9 of 8 experts; set --moe-router-topk to at most 8"),
+    ("tokens_in_vocabulary", {"eos_token_id": (1, 512)}, 1, "token 512 is outside a vocabulary of 512; set --vocab-size to at least 513"),
+    ("some_end_token", {"eos_token_id": ()}, 1, "--eos-token-id none: a canvas is filled with the first end token"),
+    ("positions_suffice", {"seq_length": 4097}, 1, "the model is meant for 4096 positions; set --seq-length to at most 4096"),
+    ("canvas_fits", {"seq_length": 15}, 1, "a row of 15 tokens has no room for a canvas of 16; set --seq-length to at least 16"),
+    ("schedule_fits", {"canvas_length_schedule": "0:16,5:4000"}, 1, "no room for a canvas of 4000; set --seq-length to at least 4000"),
+    ("schedule_fits", {"canvas_length_schedule": "5:16"}, 1, "'5:16': the first entry must start at iteration 0"),
+    ("dense_grid", {"tensor_model_parallel_size": 4, "num_query_groups": 4}, 6, "6 processes do not divide into copies of 4 x 1 x 1 ranks"),
+    ("expert_grid", {"expert_model_parallel_size": 8}, 4, "copies of 1 x 8 x 1 ranks of experts; start a multiple of 8"),
+    ("heads_over_ranks", {"tensor_model_parallel_size": 8}, 8, "do not divide over 8 ranks; set --tensor-model-parallel-size to one of 1, 2, 4"),
+    ("mlp_over_ranks", {"tensor_model_parallel_size": 2, "ffn_hidden_size": 9}, 2, "9 columns do not divide over 2 ranks"),
+    ("expert_width_over_ranks", {"expert_tensor_parallel_size": 2, "moe_ffn_hidden_size": 9}, 2, "9 columns of an expert do not"),
+    ("experts_over_ranks", {"expert_model_parallel_size": 3}, 3, "8 experts do not divide over 3 ranks; set --expert-model"),
+    ("sliding_key_heads_over_ranks", {"tensor_model_parallel_size": 3, "num_attention_heads": 6}, 3, "2 key heads of sliding"),
+    ("full_key_heads_over_ranks", {"tensor_model_parallel_size": 2, "num_attention_heads": 6, "num_global_query_groups": 3}, 2, "3 key heads"),
+    ("batch_divides", {"micro_batch_size": 5}, 2, "microbatches of 5 on 2 data-parallel ranks; set --global-batch-size to a multiple of 10, such as 20, 30."),
+    ("batch_divides", {"micro_batch_size": 25}, 1, "set --global-batch-size to a multiple of 25, such as 25."),
+    ("one_duration", {"train_iters": None}, 1, "nothing says how long to train; set --train-iters, --train-samples or --num-epochs"),
+    ("one_duration", {"num_epochs": 2}, 1, "2 flags say how long to train; keep one of them, such as --train-iters"),
+    ("one_duration", {"train_iters": None, "train_samples": 24, "num_epochs": 2}, 1, "such as --train-samples"),
+    ("samples_fill_a_batch", {"train_iters": None, "train_samples": 23}, 1, "set --train-samples to at least 24"),
+    ("reweighting_is_bounded", {"diffusion_loss": "reweighted-loo", "noise_min": 0.5}, 1, "leaves no range; set --noise-min below 0.5"),
+    ("antithetic_needs_company", {"noise_sampling": "antithetic", "global_batch_size": 1}, 1, "no others to be spread against"),
+    ("some_data", {"data_path": ()}, 1, "there is nothing to train on; give --data-path, or set --data-source to sudoku"),
+    ("blend_alternates", {"data_path": ("0.5", "a", "b")}, 1, "weights and paths must alternate"),
+    ("columns_are_pairs", {"data_columns": ("messages=x", "prompt")}, 1, "prompt is not OURS=THEIRS"),
+    ("split_is_three_shares", {"split": "90,10"}, 1, "a split is three numbers, none negative and the first positive: 969,30,1"),
+    ("evaluation_has_data", {"split": "99,0,1", "eval_interval": 5}, 1, "no share of the data is for validation; set --split to 969,30,1"),
+    ("tokenizer_is_named", {"tokenizer_type": "HuggingFaceTokenizer"}, 1, "files are not named; give --tokenizer-model DIR"),
+    ("lr_falls", {"min_lr": 1.0}, 1, "the learning rate cannot decay upwards; set --min-lr to at most 0.0001"),
+    ("one_warmup", {"lr_warmup_iters": 5, "lr_warmup_fraction": 0.1}, 1, "both say how long the warm-up is"),
+    ("wsd_has_a_decay", {"lr_decay_style": "WSD"}, 1, "nothing says how long the decay at the end is; set --lr-wsd-decay-iters"),
+    ("course_fits", {"lr_warmup_iters": 101}, 1, "a warm-up of 101 steps does not fit into 100; set --lr-warmup-iters to at most 100"),
+    ("course_fits", {"lr_warmup_iters": 5, "lr_decay_iters": 4}, 1, "a warm-up of 5 steps does not fit into 4"),
+    ("course_fits", {"lr_warmup_iters": 41, "lr_decay_style": "WSD", "lr_wsd_decay_iters": 60}, 1, "set --lr-warmup-iters to at most 40"),
+    ("course_fits", {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 200}, 1, "set --lr-wsd-decay-iters below 100"),
+    ("selective_names_modules", {"recompute_granularity": "selective"}, 1, "nothing is named to compute again; set --recompute-modules"),
+    ("snapshot_needs_cuda", {"device": "cpu", "memory_snapshot_path": "m"}, 1, "leave out --memory-snapshot-path"),
+    ("profile_has_steps", {"profile": True, "run_dir": "r", "profile_step_start": 12}, 1, "set --profile-step-end to at least 13"),
+    ("profile_is_reached", {"profile": True, "run_dir": "r", "train_iters": 10}, 1, "set --profile-step-start below 10"),
+    ("profile_has_a_folder", {"profile": True}, 1, "the trace has no folder to go to; give --run-dir or --tensorboard-dir"),
+    ("best_is_measured", {"save": "s", "save_best": True}, 1, "without evaluation no checkpoint is the best; set --eval-interval"),
+    ("temperature_falls", {"t_min": 0.9}, 1, "the temperature cannot rise over the steps; set --t-min to at most 0.8"),
+]  # fmt: skip
+
+
+def unavailable(problem: Problem) -> bool:
+    return problem.why in UNAVAILABLE.values()
+
+
+def test_every_rule_has_a_case():
+    assert {entry.rule.__name__ for entry in CHECKS} == {name for name, *_ in CASES}
+
+
+@pytest.mark.parametrize(("name", "changes", "world_size", "text"), CASES, ids=[f"{name}-{i}" for i, (name, *_) in enumerate(CASES)])
+def test_rule(name, changes, world_size, text):
+    run = GOOD.with_values(**changes)
+    problems = [problem for problem in validate(run, world_size=world_size) if not unavailable(problem)]
+    assert len(problems) == 1, format_problems(problems)
+    (problem,) = problems
+    assert text in str(problem)
+    (fields,) = {entry.fields for entry in CHECKS if entry.rule.__name__ == name}
+    assert list(problem.flags) == [flag_of(f) if f in FLAGS else "world size" for f in fields]
+    if problem.fix:
+        mended = validate(run.with_values(**problem.fix), world_size=world_size)
+        assert [p for p in mended if not unavailable(p)] == []
+
+
+class TestRanges:
+    def test_every_number_has_one(self):
+        numbers = {f for f, (_, item) in FLAGS.items() if item.kind in (int, float) and not item.choices}
+        assert set(RANGES) == numbers
+
+    @pytest.mark.parametrize("name", RANGES)
+    def test_below_and_outside(self, name):
+        allowed, several = RANGES[name], FLAGS[name][1].several
+        outside = [allowed.low - 1] + [allowed.low] * allowed.low_open + [allowed.high + 1, allowed.high] * allowed.high_open
+        for value in [*outside, float("nan")]:
+            run = GOOD.with_values(**{name: (3, value) if several else value})
+            (problem,) = [p for p in validate(run) if str(allowed) in p.why]
+            assert problem.flags.keys() == {flag_of(name)}
+            mended = validate(run.with_values(**problem.fix))
+            assert not [p for p in mended if str(allowed) in p.why and flag_of(name) in p.flags]
+
+    def test_prints_its_ends(self):
+        run = GOOD.with_values(adam_beta2=1.0, lr=0.0, train_iters=0)
+        assert [str(problem) for problem in validate(run)] == [
+            "--train-iters 0: must be at least 1; leave it out.",
+            "--lr 0.0: must be above 0; set --lr to 0.0001, for example.",
+            "--adam-beta2 1.0: must be at least 0 and below 1; set --adam-beta2 to 0.999, for example.",
+        ]
+
+    def test_zero_does_not_reach_the_rules(self):
+        zeros = {f: 0 for f in RANGES if FLAGS[f][1].kind is int and not FLAGS[f][1].several}
+        assert len(validate(GOOD.with_values(**zeros))) >= sum(RANGES[f].low == 1 for f in zeros)
+
+
+# Condition -> settings under which it does not hold, and under which it does.
+CONDITIONS = {
+    "--objective block-diffusion": ({"objective": "ar"}, {"objective": "block-diffusion"}),
+    "--encoder-loss-weight above 0": ({"encoder_loss_weight": 0.0}, {"encoder_loss_weight": 1.0}),
+    "--self-conditioning-prob below 1": ({"self_conditioning_prob": 1.0}, {"self_conditioning_prob": 0.9}),
+    "--data-source auto, chat or indexed": ({"data_source": "sudoku"}, {"data_source": "indexed"}),
+    "--data-source auto or chat": ({"data_source": "indexed"}, {"data_source": "chat"}),
+    "--data-source sudoku": ({}, {"data_source": "sudoku"}),
+    "--tokenizer-type HuggingFaceTokenizer": ({}, {"tokenizer_type": "HuggingFaceTokenizer"}),
+    "--packing": ({}, {"packing": True}),
+    "--eval-interval": ({}, {"eval_interval": 10}),
+    "--recompute-granularity selective": ({"recompute_granularity": "full"}, {"recompute_granularity": "selective"}),
+    "--profile": ({}, {"profile": True}),
+    "an --lr-decay-style that decays": ({"lr_decay_style": "constant"}, {"lr_decay_style": "linear"}),
+    "--lr-decay-style WSD": ({}, {"lr_decay_style": "WSD"}),
+    "--tensor-model-parallel-size above 1": ({}, {"tensor_model_parallel_size": 2}),
+    "--log-throughput": ({}, {"log_throughput": True}),
+    "--wandb-project": ({}, {"wandb_project": "p"}),
+    "--save": ({}, {"save": "s"}),
+    "--save-hf": ({}, {"save_hf": "h"}),
+}
+
+
+def other_value(name: str) -> typing.Any:
+    """Some value of the field that is not its default."""
+    item = FLAGS[name][1]
+    if item.choices:
+        value = next(choice for choice in item.choices if choice != item.default)
+    elif item.kind is bool:
+        return not item.default
+    elif item.kind is str:
+        value = "a=b"
+    else:
+        value = (item.default or 0) + item.kind(1 if item.kind is int else 1e-5)
+    return (value,) if item.several else value
+
+
+@pytest.mark.parametrize(("needs", "name"), [(needs, name) for needs in NEEDS for name in needs.fields], ids=lambda value: str(value)[:30])
+def test_a_setting_without_effect_is_a_problem(needs, name):
+    broken, mended = CONDITIONS[needs.condition]
+    run = GOOD.with_values(**(broken | {name: other_value(name)}))
+    why = f"has no effect without {needs.condition}"
+    (problem,) = [p for p in validate(run) if p.why == why and flag_of(name) in p.flags]
+    assert problem.remedy == "add that, or leave the flag out"
+    for fix in (mended, problem.fix):
+        assert not [p for p in validate(run.with_values(**fix)) if p.why == why and flag_of(name) in p.flags]
+
+
+@pytest.mark.parametrize("name", UNAVAILABLE)
+def test_what_is_not_built_is_refused(name):
+    run = GOOD.with_values(**{name: True if FLAGS[name][1].kind is bool else 2})
+    (problem,) = [p for p in validate(run, world_size=2) if p.why == UNAVAILABLE[name]]
+    assert problem.flags.keys() == {flag_of(name)}
+    assert "not available yet; leave the flag out." in str(problem)
+    assert validate(run.with_values(**problem.fix), world_size=2) == []
+
+
+def test_validate_reports_everything_at_once():
+    run = GOOD.with_values(micro_batch_size=5, moe_router_topk=9, save_interval=3, lr=-1.0)
+    text = format_problems(validate(run))
+    assert text.startswith("4 settings cannot work:\n  --lr -1.0: must be above 0")
+    for part in ("--save-interval 3: has no effect without --save", "9 of 8 experts", "microbatches of 5"):
+        assert part in text
+    assert len(text.splitlines()) == 5
+
+
+def test_format_problems_of_one():
+    assert format_problems([Problem({"--a": 1, "--b": 2}, "a rule", "set --a to 2")]) == (
+        "1 setting cannot work:\n  --a 1, --b 2: a rule; set --a to 2."
+    )
+
+
+class TestDerivedValues:
+    def test_canvas_length_at(self):
+        config = ObjectiveConfig(canvas_length_schedule="0:64,10:128, 30:256")
+        assert [config.canvas_length_at(n, 7) for n in (0, 9, 10, 29, 30, 999)] == [64, 64, 128, 128, 256, 256]
+        assert ObjectiveConfig().canvas_length_at(5, 7) == 7
+
+    @pytest.mark.parametrize("schedule", ["0", "0:", "0:0", "0:8,0:9", "0:8,5:9,4:1", "1:8", "a:8", "0:-8", "0:8,"])
+    def test_canvas_lengths_refuses(self, schedule):
+        with pytest.raises(ValueError):
+            ObjectiveConfig(canvas_length_schedule=schedule).canvas_lengths()
+
+    def test_blend(self):
+        assert DataConfig(data_path=("a", "b")).blend() == ((1.0, "a"), (1.0, "b"))
+        assert DataConfig(data_path=("0.3", "a", "7", "b")).blend() == ((0.3, "a"), (7.0, "b"))
+        assert DataConfig().blend() == ()
+
+    @pytest.mark.parametrize("path", [("0.3",), ("0.3", "a", "b"), ("a", "0.3"), ("0.3", "0.7"), ("0", "a"), ("-1", "a")])
+    def test_blend_refuses(self, path):
+        with pytest.raises(ValueError):
+            DataConfig(data_path=path).blend()
+
+    def test_split_shares(self):
+        assert DataConfig(split="3,1,0").split_shares() == (0.75, 0.25, 0.0)
+
+    @pytest.mark.parametrize("split", ["", "1,2", "1,2,3,4", "a,b,c", "0,1,1", "1,-1,1"])
+    def test_split_shares_refuses(self, split):
+        with pytest.raises(ValueError):
+            DataConfig(split=split).split_shares()
+
+    def test_data_parallel_size(self):
+        run = GOOD.with_values(tensor_model_parallel_size=2, context_parallel_size=3, pipeline_model_parallel_size=4)
+        assert run.parallel.model_parallel_size == 24
+        assert run.parallel.data_parallel_size(48) == 2
+
+    def test_numbers_to_choose_from(self):
+        assert divisors(12) == [1, 2, 3, 4, 6, 12]
+        assert listed(list(range(1, 12))) == "1, 2, 3, 4, ..., 9, 10, 11"
+
+
+def test_with_values_refuses_a_field_that_is_not_there():
+    with pytest.raises(KeyError):
+        GOOD.with_values(learning_rate=1.0)
+    assert isinstance(GOOD.with_values(lr=1.0), RunConfig)
