@@ -1,0 +1,117 @@
+"""Global batches by number: which rows, the plan, and this rank's microbatches as the model reads them. Nothing is remembered between batches."""
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+
+from ..config import RunConfig
+from ..data.order import Order
+from ..data.source import ExampleSource
+from ..diffusion.batch_plan import BatchPlan, Microbatch, RowRequest, fit_example, plan_batch
+from ..diffusion.inputs import MicrobatchInputs, microbatch_inputs
+from ..diffusion.random import DrawKey, Stream
+from ..diffusion.streams import build_streams
+from ..parallel import ParallelContext
+
+PREFETCH = 2  # batches made ahead while the model computes
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The plan of a whole global batch, and this rank's microbatches, made when asked for."""
+
+    plan: BatchPlan
+    maker: BatchMaker
+    rank: int
+
+    def microbatches(self) -> Iterator[MicrobatchInputs]:
+        """This rank's microbatches, in order."""
+        for microbatch in self.plan.microbatches[self.rank]:
+            yield self.maker.inputs(microbatch, self.plan)
+
+    def describe(self, limit: int = 8) -> str:
+        """Where the batch's examples come from, for messages."""
+        examples = [example for rank in self.plan.microbatches for microbatch in rank for example in microbatch.examples]
+        names = [f"{self.maker.source.describe(e.index)} (epoch {e.key.epoch})" for e in examples[:limit]]
+        return ", ".join(names) + (f" and {len(examples) - limit} more" if len(examples) > limit else "")
+
+
+@dataclass(frozen=True)
+class BatchMaker:
+    """Makes the batches of one source under one configuration."""
+
+    run: RunConfig
+    source: ExampleSource
+    order: Order
+    stream: Stream
+    context: ParallelContext
+
+    def batch(self, rows: Sequence[int], iteration: int) -> Batch:
+        """The batch of these rows; `iteration` decides the canvas length where that has a schedule."""
+        plan = plan_batch(
+            [self._request(row, iteration) for row in rows], self.run.objective, micro_batch_size=self.run.training.micro_batch_size,
+            data_parallel_size=self.context.dp.size)
+        return Batch(plan, self, self.context.dp.rank)
+
+    def _request(self, number: int, iteration: int) -> RowRequest:
+        row, data, training = self.order.row(number), self.run.data, self.run.training
+        length = self.canvas_length(iteration)
+        keys, fits = [], []
+        for index in row.indices:
+            sample, unit = self.source.keys[index]
+            epoch = 0 if self.stream is Stream.EVALUATE else row.epoch
+            keys.append(DrawKey(training.seed, self.stream, epoch, int(sample), int(unit)))
+            prompt, response = self.source.lengths[index]
+            fits.append(fit_example(int(prompt), int(response), seq_length=data.seq_length, canvas_length=length))
+        return RowRequest(row.indices, keys, fits, [bool(self.source.truncated[index]) for index in row.indices])
+
+    def canvas_length(self, iteration: int) -> int:
+        """1 for the plain causal objective, which has no canvases and so no fill."""
+        if self.run.objective.objective == "ar":
+            return 1
+        return self.run.objective.canvas_length_at(iteration, self.run.model.canvas_length)
+
+    def inputs(self, microbatch: Microbatch, plan: BatchPlan) -> MicrobatchInputs:
+        """A microbatch with its tokens read, corrupted and put on the device."""
+        objective, model = self.run.objective, self.run.model
+        tokens = [self.source.tokens(example.index) for example in microbatch.examples]
+        streams = build_streams(
+            microbatch, tokens, objective, plan.denominators, vocab_size=model.vocab_size, fill_token=model.fill_token_id)
+        return microbatch_inputs(
+            streams, model, device=self.context.device, dtype=torch.float32, uniform_null=objective.self_conditioning_null == "uniform",
+            leave_one_out=objective.diffusion_loss in ("loo", "reweighted-loo"))
+
+
+@dataclass(frozen=True)
+class PreparedBatch:
+    """A batch whose microbatches are ready."""
+
+    batch: Batch
+    inputs: tuple[MicrobatchInputs, ...]
+
+
+def training_batches(maker: BatchMaker, *, start_iteration: int, iterations: int) -> Iterator[PreparedBatch]:
+    """The batches of iterations start to `iterations`, made ahead by --num-workers threads (by the caller when 0); the same in any case."""
+    size, workers = maker.run.training.global_batch_size, maker.run.data.num_workers
+
+    def prepare(iteration: int) -> PreparedBatch:
+        batch = maker.batch(range(iteration * size, (iteration + 1) * size), iteration)
+        return PreparedBatch(batch, tuple(batch.microbatches()))
+
+    if workers == 0:
+        yield from map(prepare, range(start_iteration, iterations))
+        return
+    # One thread: rows are found in order, so an epoch's permutation is made once.
+    with ThreadPoolExecutor(1, thread_name_prefix="batches") as pool:
+        pending = []
+        try:
+            for iteration in range(start_iteration, iterations):
+                while len(pending) < PREFETCH and iteration + len(pending) < iterations:
+                    pending.append(pool.submit(prepare, iteration + len(pending)))
+                yield pending.pop(0).result()
+        finally:
+            for future in pending:
+                future.cancel()

@@ -1,0 +1,68 @@
+"""Evaluation: the losses on fixed draws, apart and by noise level, and a few generations to read."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..config import RunConfig
+from ..data.source import ExampleSource
+from ..data.tokenizers import Tokenizer
+from ..diffusion.sampler import CounterDraws, generate
+from ..models.diffusion_gemma.inference import Session
+from ..models.diffusion_gemma.model import DiffusionGemma
+from .batches import BatchMaker
+from .step import loss_metrics
+
+
+@torch.no_grad()
+def evaluate(model: DiffusionGemma, maker: BatchMaker, num_rows: int) -> dict[str, float]:
+    """Mean losses over the first rows of the source, as one batch: the same rows and draws every time."""
+    rows = evaluation_rows(maker, num_rows)
+    batch = maker.batch(rows, iteration=0)
+    total = None
+    for inputs in batch.microbatches():
+        terms = model(inputs)
+        total = terms if total is None else total + terms
+    return loss_metrics(total)
+
+
+def evaluation_rows(maker: BatchMaker, num_rows: int) -> range:
+    """The rows to evaluate: at most one pass over the source, a whole number of microbatches on every rank."""
+    slot = maker.run.training.micro_batch_size * maker.context.dp.size
+    available = maker.order.rows_before(1)
+    return range(max(min(num_rows, available) // slot, 1) * slot)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A prompt, what the data has after it, and what the model wrote."""
+
+    prompt: str
+    reference: str
+    generated: str
+
+
+@torch.no_grad()
+def sample_generations(model: DiffusionGemma, run: RunConfig, source: ExampleSource, tokenizer: Tokenizer, count: int) -> Iterator[Sample]:
+    """Generate one canvas after each of the first `count` prompts."""
+    indices = [index for index in range(len(source)) if source.lengths[index, 0] > 0][:count]
+    if not indices:
+        return
+    prompts, references = [], []
+    for index in indices:
+        tokens, prompt = source.tokens(index), int(source.lengths[index, 0])
+        prompts.append(tokens[:prompt].tolist())
+        references.append(tokens[prompt:].tolist())
+    session = Session(model, len(prompts))
+    draws = CounterDraws(run.training.seed, canvas_length=session.canvas_length, vocab_size=session.vocab_size)
+    config = replace(run.generation, max_new_tokens=session.canvas_length)
+    result = generate(session, prompts, config, eos_ids=run.model.eos_token_id, pad_id=run.model.pad_token_id, draws=draws)
+    for row, (prompt, reference) in enumerate(zip(prompts, references, strict=True)):
+        yield Sample(tokenizer.decode(prompt), tokenizer.decode(reference), tokenizer.decode(_written(result.tokens[row], result.lengths[row])))
+
+
+def _written(tokens: Tensor, length: Tensor) -> list[int]:
+    return tokens[:int(length)].tolist()

@@ -1,0 +1,172 @@
+"""The training run: build, resume, iterate, evaluate, save, and leave a word about how it ended."""
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ..config import RunConfig, to_arguments_text, to_flags
+from ..data.build import Sources, build_order, build_sources, build_tokenizer
+from ..data.tokenizers import Tokenizer
+from ..diffusion.random import Stream
+from ..models.diffusion_gemma.build import build_model
+from ..models.diffusion_gemma.model import DiffusionGemma
+from ..parallel import ParallelContext
+from .batches import BatchMaker, PreparedBatch, training_batches
+from .evaluation import evaluate, sample_generations
+from .logging import RunLogger
+from .operations import TokenCounts, step_operations
+from .optimizer import MasterAdamW
+from .profiling import StepProfiler
+from .saving import Saver, restore
+from .schedules import LearningRateSchedule
+from .signals import SignalWatcher, StopPolicy
+from .status import RunStatus
+from .step import StepResult, loss_metrics, train_step
+from .throughput import Throughput, describe_peak, memory_metrics, peak_of
+
+LOGGED_GENERATIONS = 2
+
+
+class TrainingFailed(RuntimeError):
+    """The run cannot go on; the text says why, and what the last good state is."""
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """Everything that a run holds. Immutable: what changes is in the model, the optimizer and the files."""
+
+    run: RunConfig
+    context: ParallelContext
+    tokenizer: Tokenizer
+    sources: Sources
+    train: BatchMaker
+    valid: BatchMaker | None
+    model: DiffusionGemma
+    optimizer: MasterAdamW
+    schedule: LearningRateSchedule
+    total_iterations: int
+    run_dir: Path | None
+
+    @classmethod
+    def build(cls, run: RunConfig, context: ParallelContext) -> Trainer:
+        """Prepare data, then model and optimizer; ValueError for whatever the user can mend."""
+        tokenizer = build_tokenizer(run.data, run.model.eos_token_id)
+        sources = build_sources(run.data, run.model, tokenizer, seed=run.training.seed)
+        train = _maker(run, sources, "train", context)
+        valid = _maker(run, sources, "valid", context) if run.training.eval_interval and sources.valid else None
+        total = num_iterations(run, train)
+        model = build_model(run, context)
+        folder = run.logging.run_dir or run.checkpoint.save
+        return cls(run, context, tokenizer, sources, train, valid, model, MasterAdamW(model, run.optimizer),
+                   LearningRateSchedule.from_config(run.optimizer, total), total, Path(folder) if folder else None)
+
+    def fit(self) -> None:
+        """Train to the last iteration, or until a stop is asked for."""
+        rank, training = self.context.world.rank, self.run.training
+        start = restore(self)
+        with (RunStatus(self.run_dir, rank=rank, total_iterations=self.total_iterations, iteration=start) as status,
+              RunLogger(self.run_dir, self.run.logging, rank=rank, total_iterations=self.total_iterations, resumed_iteration=start,
+                        arguments=to_flags(self.run)) as logger,
+              SignalWatcher(exit_signal=training.exit_signal,
+                            on_request=lambda name: logger.message(f"{name}: finishing this step, then saving and stopping")) as signals,
+              StepProfiler(training, self.run_dir, rank=rank, device=self.context.device) as profiler):
+            self._announce(logger, start)
+            saver = Saver(self, logger, status)
+            policy = StopPolicy(training.exit_interval, training.exit_duration_in_mins, time.monotonic())
+            meter = Throughput(num_devices=self.context.world.size, peak=self._peak(), with_operations=self.run.logging.log_throughput)
+            iteration, reason, skipped = start, None, 0
+            for prepared in training_batches(self.train, start_iteration=start, iterations=self.total_iterations):
+                profiler.before_step(iteration)
+                result = self._step(prepared, iteration, meter)
+                skipped = self._note_skipped(result, prepared, iteration, skipped, logger)
+                iteration += 1
+                status.progress(iteration)
+                self._report(iteration, result, meter, logger, skipped)
+                self._evaluate(iteration, logger, saver)
+                saver.after(iteration)
+                reason = policy.reason(iteration, now=time.monotonic(), signal_name=signals.requested)
+                if reason and iteration < self.total_iterations:
+                    break
+            else:
+                reason = None
+            saver.finish(iteration, reason)
+
+    def _step(self, prepared: PreparedBatch, iteration: int, meter: Throughput) -> StepResult:
+        started = time.perf_counter()
+        self.model.train()
+        result = train_step(self.model, self.optimizer, prepared.inputs, self.schedule.at(iteration))
+        tokens = TokenCounts.of(prepared.batch.plan, self.run.objective)
+        operations = step_operations(
+            self.run.model, tokens, recompute=self.run.training.recompute_granularity,
+            recompute_modules=self.run.training.recompute_modules)
+        meter.add(time.perf_counter() - started, tokens, operations)
+        return result
+
+    def _note_skipped(self, result: StepResult, prepared: PreparedBatch, iteration: int, skipped: int, logger: RunLogger) -> int:
+        """How many steps in a row were skipped; TrainingFailed when they are too many."""
+        if result.is_finite:
+            return 0
+        text = (f"iteration {iteration + 1}: loss {result.loss}, gradient norm {result.grad_norm}: the update is skipped. "
+                f"Its examples: {prepared.batch.describe()}")
+        logger.message(text)
+        limit = self.run.training.max_skipped_steps
+        if skipped + 1 >= limit:
+            raise TrainingFailed(f"{text}. {skipped + 1} in a row: stopping (--max-skipped-steps {limit}); weights are those before them")
+        return skipped + 1
+
+    def _report(self, iteration: int, result: StepResult, meter: Throughput, logger: RunLogger, skipped: int) -> None:
+        if iteration % self.run.logging.log_interval and iteration not in (1, self.total_iterations):
+            logger.advance(iteration)
+            return
+        logger.log(iteration, {
+            "consumed_samples": iteration * self.run.training.global_batch_size, "learning_rate": self.schedule.at(iteration - 1),
+            **loss_metrics(result.terms), "grad_norm": result.grad_norm, "skipped": skipped, **meter.drain(),
+            **memory_metrics(self.context.device)})
+
+    def _evaluate(self, iteration: int, logger: RunLogger, saver: Saver) -> None:
+        training = self.run.training
+        if self.valid is None or (iteration % training.eval_interval and iteration != self.total_iterations):
+            return
+        self.model.eval()
+        metrics = evaluate(self.model, self.valid, training.eval_iters * training.global_batch_size)
+        logger.log_evaluation(iteration, metrics)
+        if self.run.objective.objective != "ar":
+            for sample in sample_generations(self.model, self.run, self.sources.valid, self.tokenizer, LOGGED_GENERATIONS):
+                logger.log_generation(iteration, sample.prompt, sample.generated)
+        saver.after_evaluation(iteration, metrics)
+
+    def _peak(self):
+        return peak_of(self.context.device, peak_tflops=self.run.logging.peak_tflops)
+
+    def _announce(self, logger: RunLogger, start: int) -> None:
+        device, trainable = self.context.device, sum(h.parameter.numel() for h in self.optimizer.held)
+        total = sum(p.numel() for p in self.model.parameters())
+        logger.message(f"device: {device}; {describe_peak(self._peak(), str(device))}")
+        logger.message(f"model: {total:,} parameters, {trainable:,} trained, computing in {str(self.model.dtype).removeprefix('torch.')}")
+        logger.message(f"data: {len(self.sources.train):,} training examples; iterations {start} to {self.total_iterations}")
+        if self.run_dir is not None and self.context.world.rank == 0:
+            (self.run_dir / "args.txt").write_text(to_arguments_text(self.run), encoding="utf-8")
+
+
+def _maker(run: RunConfig, sources: Sources, split: str, context: ParallelContext) -> BatchMaker:
+    training = split == "train"
+    longest = max([length for _, length in run.objective.canvas_lengths()] or [run.model.canvas_length])
+    if run.objective.objective == "ar":
+        longest = 1
+    source = getattr(sources, split)
+    order = build_order(source, run.data if training else replace(run.data, packing=False), canvas_length=longest,
+                        all_canvases=run.objective.canvases_scored == "all", seed=run.training.seed, shuffle=training)
+    return BatchMaker(run, source, order, Stream.TRAIN if training else Stream.EVALUATE, context)
+
+
+def num_iterations(run: RunConfig, train: BatchMaker) -> int:
+    """Optimizer steps of the run, from whichever of --train-iters, --train-samples and --num-epochs is given."""
+    training = run.training
+    if training.train_iters is not None:
+        return training.train_iters
+    rows = training.train_samples if training.train_samples is not None else train.order.rows_before(training.num_epochs)
+    iterations = rows // training.global_batch_size
+    if iterations == 0:
+        raise ValueError(f"{rows} rows are fewer than one batch of --global-batch-size {training.global_batch_size}")
+    return iterations
