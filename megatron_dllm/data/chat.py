@@ -97,7 +97,7 @@ class _ExampleMaker:
         self.report = SkipReport(refuse=options.refuse_bad_samples)
         self.notes: list[str] = []
         self._formats: dict[str, Format] = {}
-        self._meanings: dict[str, str] = {}
+        self._unused: dict[str, set[str]] = {}  # file: columns that its format does not read
         self._unknown: dict[str, list[str]] = {}  # file: columns of its first row that no format fits
         self._renderer: TurnRenderer | None = None
 
@@ -108,6 +108,7 @@ class _ExampleMaker:
         try:
             if form is None:
                 raise SampleError("no known columns", f"it has {', '.join(sorted(row)) or 'none'}")
+            self._unused.setdefault(origin.file, set()).update(unused_columns(form, row))
             sample = form.read(row)
             examples = self._document(sample) if isinstance(sample, PlainText) else self._turns(sample, origin)
             for unit, turn, truncated in examples:
@@ -123,8 +124,12 @@ class _ExampleMaker:
                     f"{file}: its columns {', '.join(columns) or '(none)'} are of no known format (messages; conversations; prompt and "
                     "completion; instruction and output; text); name them with --data-columns, for example messages=" +
                     (columns[0] if columns else "COLUMN"))
-        for meaning in sorted(set(self._meanings.values())):
-            alike = [file for file, other in self._meanings.items() if other == meaning]
+        meanings = {}
+        for file, form in self._formats.items():
+            unused = ", ".join(sorted(self._unused[file]))
+            meanings[file] = f"{form.name}; columns not used: {unused}" if unused else form.name
+        for meaning in sorted(set(meanings.values())):
+            alike = [file for file, other in meanings.items() if other == meaning]
             self.notes.append(f"{alike[0]}{f' and {len(alike) - 1} more files' if alike[1:] else ''}: read as {meaning}")
 
     def _recognise(self, file: str, row: Row) -> Format | None:
@@ -133,8 +138,6 @@ class _ExampleMaker:
             self._unknown.setdefault(file, sorted(row))
             return None
         self._formats[file] = form
-        unused = unused_columns(form, row)
-        self._meanings[file] = form.name + (f"; columns not used: {', '.join(unused)}" if unused else "")
         return form
 
     def _document(self, sample: PlainText) -> Iterator[tuple[int, Turn, bool]]:

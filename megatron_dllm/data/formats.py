@@ -131,8 +131,8 @@ def recognise(row: Row) -> Format | None:
     return next((form for form in FORMATS if all(row.get(column) is not None for column in form.required)), None)
 
 
-def unused_columns(form: Format, row: Row) -> list[str]:
-    return sorted(set(row) - {*form.required, *form.optional})
+def unused_columns(form: Format, row: Row) -> set[str]:
+    return set(row).difference(form.required, form.optional)
 
 
 def _text(value: Any, column: str) -> str:

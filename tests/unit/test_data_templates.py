@@ -79,7 +79,6 @@ def test_turn_after_a_tool_result_without_header_of_its_own(load):
                 "{% if m.tool_calls %}call<channel|>{% set ns.open = true %}{% else %}{{ m.content }}<turn|>\n{% set ns.open = false %}"
                 "{% endif %}{% endif %}{% endfor %}"
                 "{% if add_generation_prompt and not ns.open %}<|turn>assistant\n<|channel>thought\n<channel|>{% endif %}")
-    load(template)
     chat = [CHAT[1], {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}, {"role": "tool", "content": "7"},
             CHAT[2]]
     tokenizer = load(template, eos="<turn|>")
