@@ -197,8 +197,8 @@ def _check_prompts(denoiser: Denoiser, prompts: Sequence[Sequence[int]], num_can
     for row, prompt in enumerate(prompts):
         if len(prompt) + new_tokens > denoiser.max_positions:
             raise ValueError(
-                f"prompt {row} has {len(prompt)} tokens and {num_canvases} canvases of {denoiser.canvas_length} follow it, but the model allows"
-                f" {denoiser.max_positions} positions; shorten the prompt to {max(denoiser.max_positions - new_tokens, 0)} tokens"
+                f"prompt {row} has {len(prompt)} tokens and {num_canvases} canvases of {denoiser.canvas_length} follow it, but the model"
+                f" allows {denoiser.max_positions} positions; shorten the prompt to {max(denoiser.max_positions - new_tokens, 0)} tokens"
                 " or lower --max-new-tokens")
         outside = [token for token in prompt if not 0 <= token < denoiser.vocab_size]
         if outside:
