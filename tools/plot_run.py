@@ -139,12 +139,13 @@ def panel_names(runs: Sequence[Run]) -> list[str]:
 
 
 def noise_terms(runs: Iterable[Run]) -> dict[str, list[tuple[float, float, str]]]:
-    """By loss term: (low, high, metric name) of each noise level, rising. Terms are prefixed "eval/" where evaluation measured them."""
+    """By loss term: (low, high, metric name) of each noise level, rising. Where evaluation has measured a term, on the same draws each
+    time, the term is "eval/..." and the figures of single training steps are left out."""
     terms: dict[str, dict[str, tuple[float, float, str]]] = {}
     for name in dict.fromkeys(name for run in runs for name in run.names()):
         if match := NOISE_LEVEL.fullmatch(name):
             terms.setdefault(match["term"], {})[name] = (float(match["low"]), float(match["high"]), name)
-    return {term: sorted(levels.values()) for term, levels in terms.items()}
+    return {term: sorted(levels.values()) for term, levels in terms.items() if EVALUATION_PREFIX + term not in terms}
 
 
 def smoothed(values: np.ndarray, weight: float) -> np.ndarray:

@@ -2,12 +2,13 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import time
 from pathlib import Path
 
-STATES = ("running", "finished", "stopped", "failed")
+PROGRESS_SECONDS = 5.0  # a fast run must not wait for its file system at every step
 
 
 class RunStatus:
@@ -32,6 +33,8 @@ class RunStatus:
             "state": "running", "iteration": iteration, "total_iterations": total_iterations, "reason": None, "checkpoint": None,
             "host": socket.gethostname(), "pid": os.getpid(), "rank": rank, "started_at": _now()}
 
+        self._written_at = -math.inf
+
     def __enter__(self) -> RunStatus:
         if self._rank == 0:
             self._write()
@@ -44,8 +47,12 @@ class RunStatus:
             assert self._record["state"] != "running", "the run ended without finished() or stopped()"
 
     def progress(self, iteration: int, *, checkpoint: Path | None = None) -> None:
-        """The run goes on: `iteration` is finished, and `checkpoint`, where given, is the newest."""
-        self._update("running", iteration, None, checkpoint)
+        """The run goes on: `iteration` is finished, and `checkpoint`, where given, is the newest. Without one the file is written every few
+        seconds only; what it then lacks is in the next record."""
+        if checkpoint is not None or time.monotonic() - self._written_at >= PROGRESS_SECONDS:
+            self._update("running", iteration, None, checkpoint)
+        else:
+            self._record["iteration"] = iteration
 
     def finished(self, iteration: int, *, checkpoint: Path | None = None) -> None:
         """All iterations are done."""
@@ -83,6 +90,7 @@ class RunStatus:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, self._path)
+        self._written_at = time.monotonic()
 
 
 def read_status(path: Path) -> dict[str, str | int | None]:

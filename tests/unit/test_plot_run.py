@@ -11,7 +11,20 @@ from matplotlib.image import imread
 from megatron_dllm.config import parse, to_arguments_text
 from megatron_dllm.training.logging import noise_level_name
 from megatron_dllm.training.metrics_file import encode_record
-from tools.plot_run import Reference, Run, Style, draw, main, panel_names, read_flags, read_reference, run_labels, smoothed, title_of
+from tools.plot_run import (
+    Reference,
+    Run,
+    Style,
+    draw,
+    main,
+    noise_terms,
+    panel_names,
+    read_flags,
+    read_reference,
+    run_labels,
+    smoothed,
+    title_of,
+)
 
 RECORDS = [
     {"iteration": 10, "consumed_samples": 80, "loss": 6.0, "encoder_loss": 2.5, "diffusion_loss": 3.5, "lr": 0.1, "grad_norm": 1.0},
@@ -95,6 +108,13 @@ def test_smoothed_by_hand():
 def test_panel_names():
     assert panel_names([run()]) == ["loss", "encoder_loss", "diffusion_loss", "exact_match", "lr", "grad_norm"]
     assert panel_names([run(records=[{"iteration": 1, "eval/encoder_loss": 1.0}])]) == ["encoder_loss"]
+
+
+def test_noise_terms_prefer_evaluation():
+    trained, evaluated = noise_level_name("diffusion_loss", 0, 1), "eval/" + noise_level_name("diffusion_loss", 0, 1)
+    records = [{"iteration": 1, trained: 1.0}, {"iteration": 1, evaluated: 1.0}]
+    assert noise_terms([run(records=records[:1])]) == {"diffusion_loss": [(0.0, 1.0, trained)]}
+    assert noise_terms([run(records=records)]) == {"eval/diffusion_loss": [(0.0, 1.0, evaluated)]}
 
 
 def test_title_of():

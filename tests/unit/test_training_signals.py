@@ -185,8 +185,7 @@ def test_run_status_states(tmp_path):
         expected = {"state": "running", "iteration": 2, "total_iterations": 10, "reason": None, "checkpoint": None}
         assert made | expected == made
         status.progress(5, checkpoint=folder / "iter_0000005")
-        status.progress(6)
-        expected |= {"iteration": 6, "checkpoint": f"{folder}/iter_0000005"}
+        expected |= {"iteration": 5, "checkpoint": f"{folder}/iter_0000005"}
         assert status_of(folder) | expected == status_of(folder)
         status.stopped(7, "SIGTERM", checkpoint=folder / "iter_0000007")
     expected |= {"state": "stopped", "iteration": 7, "reason": "SIGTERM", "checkpoint": f"{folder}/iter_0000007"}
@@ -204,6 +203,18 @@ def test_run_status_failure_passes_on(tmp_path, rank):
         raise KeyError("missing")
     made = status_of(tmp_path)
     assert (made["state"], made["reason"], made["rank"], made["iteration"]) == ("failed", "KeyError: 'missing'", rank, 4)
+
+
+def test_run_status_progress_is_written_every_few_seconds(tmp_path, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    with RunStatus(tmp_path, rank=0, total_iterations=10) as status:
+        seen = []
+        for iteration, now[0] in ((1, 1.0), (2, 4.9), (3, 5.0), (4, 9.9), (5, 10.0)):
+            status.progress(iteration)
+            seen.append(status_of(tmp_path)["iteration"])
+        status.finished(6)
+    assert seen == [0, 0, 3, 3, 5]
 
 
 def test_run_status_keeps_the_first_failure(tmp_path):
