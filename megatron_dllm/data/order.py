@@ -28,6 +28,10 @@ class Order(Protocol):
 
     def row(self, n: int) -> Row: ...
 
+    def rows_before(self, epoch: int) -> int:
+        """Rows that `epoch` epochs come to."""
+        ...
+
 
 def permutation(count: int, *, seed: int, epoch: int, source: int = 0) -> np.ndarray:
     """int64 [count]: 0..count-1 shuffled by (seed, epoch, source).
@@ -122,6 +126,10 @@ class BlendedOrder:
         source, within = self.place(n)
         row = self._orders[source].row(within)
         return Row(row.epoch, tuple(self._starts[source] + index for index in row.indices))
+
+    def rows_before(self, epoch: int) -> int:
+        """As many rows as that many epochs of all sources have together; what is seen of each of them is up to its weight."""
+        return sum(order.rows_before(epoch) for order in self._orders)
 
     def place(self, n: int) -> tuple[int, int]:
         """(source, row within it) of row n, without counting through the rows before."""

@@ -1,0 +1,1 @@
+"""What tools/show_data.py shows: samples as pieces of text, counts, and the page."""
