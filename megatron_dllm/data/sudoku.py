@@ -177,6 +177,17 @@ def _answers(prompt: Sequence[int], answer: Sequence[int], tokenizer: SudokuToke
     return bool(is_solved(tokenizer.cells(prompt[1:-1]), tokenizer.cells(answer[:num_cells])))
 
 
+def draw_board(cells: np.ndarray) -> str:
+    """A board [n*n] as text, boxes apart, "." for a blank cell."""
+    size = int(len(cells) ** 0.5)
+    box = int(size**0.5)
+    lines = []
+    for row in cells.reshape(size, box, box):
+        lines.append(" | ".join(" ".join(str(cell) if cell else "." for cell in part) for part in row))
+    between = "\n" + "-+-".join(["-" * (2 * box - 1)] * box) + "\n"
+    return between.join("\n".join(lines[band : band + box]) for band in range(0, size, box))
+
+
 def num_shared_grids(one: SudokuSource, other: SudokuSource) -> int:
     """Different solution grids that both sources hold: 0 between two splits."""
     return len(_grids(one) & _grids(other))

@@ -241,21 +241,23 @@ def random_grids(size: int, count: int, draws: np.random.Philox) -> np.ndarray:
     """Solved grids, uint8 [count, n*n]: digits are set at random in a most constrained cell, and a board that gets stuck starts again."""
     blank = np.full((size, size, 1), 2**size - 1, np.uint16)
     boards = np.repeat(blank, count, axis=-1)
+    # Which of equally constrained cells comes first; with the number of candidates in front of it, a rank of all cells.
+    priority = draws.random_raw(boards.size).reshape(-1, count) >> np.uint64(16)
     active = np.arange(count)
     while len(active):
-        boards[..., active] = propagate(_set_random_cell(_boards(boards, active), draws))
+        boards[..., active] = propagate(_set_random_cell(_boards(boards, active), np.take(priority, active, axis=1), draws))
         stuck = ~boards.all(axis=(0, 1))
         boards[..., stuck] = blank
         active = active[~_is_single(_boards(boards, active)).all(axis=(0, 1))]
     return _digits(boards)
 
 
-def _set_random_cell(candidates: np.ndarray, draws: np.random.Philox) -> np.ndarray:
-    """Boards [n, n, M], none solved, with a random digit in a cell of the fewest candidates, ties broken at random."""
+def _set_random_cell(candidates: np.ndarray, priority: np.ndarray, draws: np.random.Philox) -> np.ndarray:
+    """Boards [n, n, M], none solved, with a random digit in a cell of the fewest candidates; ties go to the lowest priority [n*n, M]."""
     size, count = candidates.shape[0], candidates.shape[-1]
     flat = candidates.reshape(-1, count).copy()
     options = NUM_BITS[flat].astype(np.uint64)
-    rank = (options << np.uint64(48)) | (draws.random_raw(flat.size).reshape(flat.shape) >> np.uint64(16))
+    rank = (options << np.uint64(48)) | priority
     cell = np.where(options > 1, rank, np.iinfo(np.uint64).max).argmin(axis=0)
     bits = np.uint16(1) << np.arange(size, dtype=np.uint16)[:, None]
     allowed = (flat[cell, np.arange(count)] & bits) != 0

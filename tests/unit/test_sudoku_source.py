@@ -8,12 +8,14 @@ from megatron_dllm.data.source import ExampleSource
 from megatron_dllm.data.sudoku import (
     SudokuSource,
     SudokuTokenizer,
+    draw_board,
     exact_match,
     is_solved,
     num_grids,
     num_shared_grids,
 )
 from megatron_dllm.data.sudoku_puzzles import PuzzleSet, generate, has_one_solution
+from tools.sudoku import main
 
 SOLVED = "1234341221434321"
 PUZZLE = "1...3.1..1...32."
@@ -178,3 +180,24 @@ def test_exact_match_refuses():
     tokenizer = SudokuTokenizer(4)
     with pytest.raises(ValueError, match="a prompt of 3 tokens is no 4x4 puzzle, which has 18"):
         exact_match([[2, 3, 4]], [[1]], tokenizer)
+
+
+def test_draw_board():
+    assert draw_board(cells(PUZZLE)) == "1 . | . .\n3 . | 1 .\n----+----\n. 1 | . .\n. 3 | 2 ."
+
+
+def test_tool_prints_the_shared_grids(capsys, tmp_path):
+    assert main(["--sudoku-num-puzzles", "160", "--held-out-puzzles", "32", "--num-workers", "1", "--data-cache-path", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "solution grids shared with training: valid 0, test 0"
+    assert lines[1] == "sudoku-4x4-test puzzle 0"
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_tool_fails_when_grids_are_shared(capsys, monkeypatch):
+    monkeypatch.setattr(sudoku_puzzles, "grids_4x4", lambda split: all_grids)
+    assert main(["--sudoku-num-puzzles", "80", "--held-out-puzzles", "80", "--num-workers", "1", "--show", "0"]) == 1
+    assert "valid 0" not in capsys.readouterr().out
+
+
+all_grids = sudoku_puzzles.grids_4x4()
