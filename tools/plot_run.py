@@ -33,9 +33,9 @@ MAX_LABEL_FLAGS = 4
 # Distinct for the colour-blind too (Okabe and Ito 2008), the darkest first.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 TITLES = {
-    "loss": "Loss (weighted sum)", "lr": "Learning rate", "grad_norm": "Gradient norm", "tokens_per_second": "Tokens per second",
+    "loss": "Loss (weighted sum)", "grad_norm": "Gradient norm", "tokens_per_second": "Tokens per second",
     "mfu": "MFU", "tflops_per_device": "TFLOP/s per device", "iteration_ms": "Time per iteration (ms)"}
-DEFAULT_OTHERS = ("lr", "grad_norm", "tokens_per_second", "mfu")
+DEFAULT_OTHERS = ("learning_rate", "grad_norm", "tokens_per_second", "mfu")
 NOISE_LEVEL = re.compile(r"(?P<term>.+)/t_(?P<low>[\d.]+)-(?P<high>[\d.]+)")
 
 
@@ -172,7 +172,7 @@ def draw_metric(axes: Axes, runs: Sequence[Run], name: str, style: Style) -> Non
     """One metric of all runs: training as a line (faint under its average when smoothed), evaluation as points joined by dashes."""
     for colour, run in zip(_colours(len(runs)), runs, strict=True):
         x, y = run.series(name)
-        if style.smooth and len(y) > 2 and name != "lr":  # the schedule has no noise to smooth
+        if style.smooth and len(y) > 2 and name != "learning_rate":  # the schedule has no noise to smooth
             axes.plot(x, y, color=colour, alpha=0.25, linewidth=0.8)
             axes.plot(x, smoothed(y, style.smooth), color=colour, linewidth=1.6)
         else:

@@ -21,13 +21,15 @@ Form = Callable[[float], str]
 LEADING: dict[str, tuple[str, Form | None]] = {
     "consumed_samples": ("consumed samples", lambda v: f"{v:12}"),
     "iteration_ms": ("elapsed time per iteration (ms)", lambda v: f"{v:.1f}"),
-    "lr": ("learning rate", None),  # as the loss terms
+    "learning_rate": ("learning rate", None),  # as the loss terms
 }
 TRAILING: dict[str, tuple[str, Form]] = {
     "grad_norm": ("grad norm", lambda v: f"{v:.3f}"),
-    "skipped_iterations": ("number of skipped iterations", lambda v: f"{v:3}"),
+    "skipped": ("number of skipped iterations", lambda v: f"{v:3}"),
     "tokens_per_second": ("tokens/s", lambda v: f"{v:.0f}"),
-    "tflops_per_device": ("TFLOP/s per device", lambda v: f"{v:.1f}"),
+    "canvas_tokens_per_second": ("canvas tokens/s", lambda v: f"{v:.0f}"),
+    "tflops_per_device": ("TFLOP/s per device", lambda v: f"{v:.1f}" if v >= 1 else f"{v:.2g}"),
+    "hardware_tflops_per_device": ("with recompute", lambda v: f"{v:.1f}" if v >= 1 else f"{v:.2g}"),
     "mfu": ("MFU (%)", lambda v: f"{100 * v:.1f}"),
     "memory_allocated_bytes": ("memory (GiB)", lambda v: f"{v / GIB:.2f}"),
     "memory_resident_bytes": ("memory (GiB)", lambda v: f"{v / GIB:.2f}"),
@@ -140,7 +142,9 @@ class RunLogger:
             return
         self._record(iteration, {EVALUATION_PREFIX + name: value for name, value in metrics.items()})
         shown = [f"{label}: {value}" for label, value in metric_parts(metrics)]
-        shown += [f"{name}: {value:.4f}" for name, value in metrics.items() if is_noise_level(name)]
+        for name, value in metrics.items():
+            if is_noise_level(name):
+                shown.append(f"{name.rpartition('/')[2].replace('_', ' ')}: {value:.4f}")
         self.message(f"evaluation at iteration {iteration} | " + " | ".join(shown) + " |")
 
     def log_generation(self, iteration: int, prompt: str, text: str) -> None:

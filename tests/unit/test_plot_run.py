@@ -27,12 +27,14 @@ from tools.plot_run import (
 )
 
 RECORDS = [
-    {"iteration": 10, "consumed_samples": 80, "loss": 6.0, "encoder_loss": 2.5, "diffusion_loss": 3.5, "lr": 0.1, "grad_norm": 1.0},
-    {"iteration": 20, "consumed_samples": 160, "loss": math.nan, "encoder_loss": 2.0, "diffusion_loss": math.nan, "lr": 0.2,
+    {"iteration": 10, "consumed_samples": 80, "loss": 6.0, "encoder_loss": 2.5, "diffusion_loss": 3.5, "learning_rate": 0.1,
+     "grad_norm": 1.0},
+    {"iteration": 20, "consumed_samples": 160, "loss": math.nan, "encoder_loss": 2.0, "diffusion_loss": math.nan, "learning_rate": 0.2,
      "grad_norm": 2.0},
     {"iteration": 20, "eval/encoder_loss": 2.25, "eval/exact_match": 0.5, "eval/" + noise_level_name("diffusion_loss", 0.5, 1): 4.0,
      "eval/" + noise_level_name("diffusion_loss", 0, 0.5): 1.0},
-    {"iteration": 30, "consumed_samples": 240, "loss": 5.0, "encoder_loss": 1.5, "diffusion_loss": 3.5, "lr": 0.3, "grad_norm": 3.0},
+    {"iteration": 30, "consumed_samples": 240, "loss": 5.0, "encoder_loss": 1.5, "diffusion_loss": 3.5, "learning_rate": 0.3,
+     "grad_norm": 3.0},
 ]
 
 
@@ -106,7 +108,7 @@ def test_smoothed_by_hand():
 
 
 def test_panel_names():
-    assert panel_names([run()]) == ["loss", "encoder_loss", "diffusion_loss", "exact_match", "lr", "grad_norm"]
+    assert panel_names([run()]) == ["loss", "encoder_loss", "diffusion_loss", "exact_match", "learning_rate", "grad_norm"]
     assert panel_names([run(records=[{"iteration": 1, "eval/encoder_loss": 1.0}])]) == ["encoder_loss"]
 
 
@@ -118,7 +120,7 @@ def test_noise_terms_prefer_evaluation():
 
 
 def test_title_of():
-    assert [title_of(name) for name in ("encoder_loss", "lr", "eval/diffusion_loss")] == [
+    assert [title_of(name) for name in ("encoder_loss", "learning_rate", "eval/diffusion_loss")] == [
         "Encoder loss", "Learning rate", "Diffusion loss, evaluation"]
 
 
@@ -143,7 +145,7 @@ def test_draw_marks_values_that_are_not_finite():
 
 def test_draw_several_runs():
     other = run("b", [dict(record, iteration=record["iteration"] * 2) for record in RECORDS], {"--lr": "2"})
-    figure = draw([run(flags={"--lr": "1"}), other], ["encoder_loss", "lr"], Style())
+    figure = draw([run(flags={"--lr": "1"}), other], ["encoder_loss", "learning_rate"], Style())
     lines = [line for line in panel(figure, "Encoder loss").lines if line.get_linestyle() == "-" and len(line.get_xdata())]
     assert [line.get_xdata().tolist() for line in lines] == [[10, 20, 30], [20, 40, 60]]
     assert lines[0].get_color() != lines[1].get_color()
@@ -155,13 +157,13 @@ def test_draw_several_runs():
 
 
 def test_draw_more_runs_than_named_colours():
-    figure = draw([run(str(i)) for i in range(9)], ["lr"], Style())
+    figure = draw([run(str(i)) for i in range(9)], ["learning_rate"], Style())
     assert len({tuple(np.ravel(line.get_color())) for line in panel(figure, "Learning rate").lines if len(line.get_xdata()) == 3}) == 9
 
 
 @pytest.mark.parametrize("smooth", [0.0, 0.5])
 def test_draw_smooths_all_but_the_schedule(smooth):
-    figure = draw([run()], ["encoder_loss", "lr"], Style(smooth=smooth))
+    figure = draw([run()], ["encoder_loss", "learning_rate"], Style(smooth=smooth))
     full = [line.get_ydata().tolist() for line in panel(figure, "Encoder loss").lines if len(line.get_xdata()) == 3]
     assert full[0] == [2.5, 2.0, 1.5]
     assert [len(full), full[-1][0]] == [2 if smooth else 1, 2.5]
@@ -223,7 +225,7 @@ def test_main_of_several_runs_writes_here(tmp_path, capsys, monkeypatch):
         write_run(tmp_path / name, arguments=["--lr", "0.1" if name == "a" else "0.2"])
     assert main(["a", "b/metrics.jsonl", "--metrics", "grad_norm"]) == 0
     assert (tmp_path / "curves.png").stat().st_size > 1000
-    assert main(["a", "b", "--output", "new/c.png", "--metrics", "lr"]) == 0
+    assert main(["a", "b", "--output", "new/c.png", "--metrics", "learning_rate"]) == 0
     assert (tmp_path / "new/c.png").exists()
     assert capsys.readouterr().err == ""
 
@@ -234,7 +236,7 @@ def test_main_leaves_out_what_is_missing_and_says_so(tmp_path, capsys, monkeypat
     write_run(tmp_path / "whole", arguments=[])
     write_run(tmp_path / "torn", tail='{"iteration": 40, "lo')
     write_run(tmp_path / "empty", [], arguments=[])
-    assert main(["whole", "torn", "empty", "--metrics", "lr"]) == 0
+    assert main(["whole", "torn", "empty", "--metrics", "learning_rate"]) == 0
     assert capsys.readouterr().err.splitlines() == [
         "torn/metrics.jsonl: the last line is cut short and left out",
         "empty: no records yet, left out",
@@ -247,7 +249,8 @@ WRONG = {
     "empty": (["empty"], "none of the runs has a record yet"),
     "corrupt": (["corrupt"], "metrics.jsonl:2: no metrics record"),
     "no curve": (["bare"], "choose with --metrics from memory_resident_bytes"),
-    "unknown metric": (["whole", "--metrics", "lr", "loss2"], "--metrics loss2: no run has it; the metrics are consumed_samples, loss,"),
+    "unknown metric": (
+        ["whole", "--metrics", "learning_rate", "loss2"], "--metrics loss2: no run has it; the metrics are consumed_samples, loss,"),
     "smooth": (["whole", "--smooth", "1"], "--smooth 1.0: .* try 0.9"),
     "reference": (["whole", "--reference", "3"], "--reference '3'"),
     "no folder to write to": (["whole", "--output", "whole/args.txt/c.png"], "args.txt"),

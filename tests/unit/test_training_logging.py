@@ -20,9 +20,9 @@ from megatron_dllm.training.metrics_file import MetricsFile, decode_record, enco
 from megatron_dllm.training.progress import TimeLeft, format_duration, sparkline
 
 METRICS = {
-    "consumed_samples": 80, "lr": 1e-4, "loss": 5.5, "encoder_loss": 3.25, "diffusion_loss": 2.25, "grad_norm": 1.23456,
+    "consumed_samples": 80, "learning_rate": 1e-4, "loss": 5.5, "encoder_loss": 3.25, "diffusion_loss": 2.25, "grad_norm": 1.23456,
     "iteration_ms": 12.34,
-    "skipped_iterations": 0, "tokens_per_second": 3529.4, "tflops_per_device": 411.26, "mfu": 0.4158, "memory_allocated_bytes": 3 * 1024**3}
+    "skipped": 0, "tokens_per_second": 3529.4, "tflops_per_device": 411.26, "mfu": 0.4158, "memory_allocated_bytes": 3 * 1024**3}
 
 
 def logger(folder: Path | None, config: LoggingConfig | None = None, *, terminal: bool = False, **changes) -> tuple[RunLogger, io.StringIO]:
@@ -173,7 +173,7 @@ def test_run_logger_writes_lines_and_records(tmp_path):
         made.message("saved")
     lines = screen.getvalue().splitlines()
     assert lines[0].endswith("time left: ? |") and len(lines[0]) > 200
-    assert lines[1] == "evaluation at iteration 8 | loss: 4.000000E+00 | diffusion_loss/t_0.00-0.50: 1.5000 |"
+    assert lines[1] == "evaluation at iteration 8 | loss: 4.000000E+00 | t 0.00-0.50: 1.5000 |"
     assert lines[2:] == ["generation at iteration 8, prompt '1 + 1 =':", " 2·[2J· [bold] :smile:", "saved"]
     assert records(tmp_path / "run/metrics.jsonl") == [
         {"iteration": 8, **METRICS}, {"iteration": 8, "eval/loss": 4.0, "eval/diffusion_loss/t_0.00-0.50": 1.5}]
@@ -228,7 +228,7 @@ def test_run_logger_on_a_terminal(tmp_path):
     with made:
         for iteration in (1, 2, 3):
             made.advance(iteration)
-            made.log(iteration, {"loss": 5.5 - iteration, "lr": 0.5})
+            made.log(iteration, {"loss": 5.5 - iteration, "learning_rate": 0.5})
         made.message("saved [red] :smile:")
     shown = screen.getvalue()
     assert "iteration 3/100" in shown and " 3%" in shown and " left" in shown
