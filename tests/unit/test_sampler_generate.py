@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_dllm.config import GenerationConfig
-from megatron_dllm.diffusion.sampler import CounterDraws, generate
+from megatron_dllm.diffusion.sampler import CounterDraws, generate, read_logits, temperature
 
 C, V, PAD, EOS = 4, 50, 0, 1
 CONFIG = GenerationConfig(max_new_tokens=3 * C, max_denoising_steps=6)
@@ -17,16 +17,18 @@ CONFIG = GenerationConfig(max_new_tokens=3 * C, max_denoising_steps=6)
 class ScriptedDenoiser:
     """Row r is sure of its target from step patience[r] of a canvas on; before, its best guess changes with every step.
 
-    The target follows from the row and its number of tokens; `ends` maps a row to the number at which it has an end in second place.
+    The target follows from the row and its number of tokens; `ends` maps a row to the number at which it has an end in second place;
+    `first_logit` is how sure it then is of the first position.
     """
 
     vocab_size, canvas_length, max_positions, dtype, device = V, C, 40, torch.float32, torch.device("cpu")
 
-    def __init__(self, num_rows: int, patience: Sequence[int], ends: dict[int, int] | None = None):
-        self.num_rows, self.patience, self.ends = num_rows, patience, ends or {}
+    def __init__(self, num_rows: int, patience: Sequence[int], ends: dict[int, int] | None = None, first_logit: float = 30.0):
+        self.num_rows, self.patience, self.ends, self.first_logit = num_rows, patience, ends or {}, first_logit
         self.encoded: list[list[int]] = [[] for _ in range(num_rows)]
         self.asked: list[list[int]] = []
         self.signals: list[Tensor | None] = []
+        self.logits: list[Tensor] = []
         self.steps = [0] * num_rows
 
     def target(self, row: int) -> list[int]:
@@ -51,7 +53,10 @@ class ScriptedDenoiser:
             sure = 30.0 if self.steps[row] >= self.patience[row] else 3.0 + 0.1 * self.steps[row]
             wanted = torch.tensor(self.target(row))
             logits[i, torch.arange(C), wanted if sure == 30.0 else wanted + 1 + self.steps[row] % 2] = sure
+            if sure == 30.0:
+                logits[i, 0, wanted[0]] = self.first_logit
             self.steps[row] += 1
+        self.logits.append(logits)
         return logits
 
 
@@ -66,6 +71,8 @@ def test_rows_stop_apart_and_wait_for_the_others():
     # Sure from the start: a second look shows that nothing moves. Sure at the fourth: the fifth shows it. Never sure: all six.
     assert result.steps.tolist() == [[2], [5], [6]]
     assert denoiser.asked == [[0, 1, 2], [0, 1, 2], [1, 2], [1, 2], [1, 2], [2]]
+    # The rows that go on keep their own signals.
+    torch.testing.assert_close(denoiser.signals[2], denoiser.logits[1][1:] / temperature(1, CONFIG))
     assert result.row(0) == target_of(0, 1) and result.row(1) == target_of(1, 3)
 
 
@@ -73,6 +80,20 @@ def target_of(row: int, length: int) -> list[int]:
     denoiser = ScriptedDenoiser(row + 1, patience=[0] * (row + 1))
     denoiser.encoded[row] = [0] * length
     return denoiser.target(row)
+
+
+@pytest.mark.parametrize("threshold, steps", [(1e-30, 6), (0.002, 3), (0.01, 2)])
+def test_a_row_stops_when_its_mean_entropy_is_under_the_threshold(threshold, steps):
+    """One position in four has an entropy of 0.025 (less as the temperature falls), the others none; stability alone stops nothing."""
+    denoiser = ScriptedDenoiser(1, patience=[0], first_logit=8.0)
+    result = run(denoiser, [[5]], replace(CONFIG, max_new_tokens=C, confidence_threshold=threshold))
+    assert result.steps.tolist() == [[steps]]
+
+
+def test_the_best_guess_is_committed_when_the_steps_run_out():
+    steps = []
+    result = run(ScriptedDenoiser(1, patience=[9]), [[5]], replace(CONFIG, max_new_tokens=C), observe=steps.append)
+    assert torch.equal(result.tokens, steps[-1].argmax) and not torch.equal(result.tokens, steps[-1].canvas)
 
 
 def test_every_committed_token_is_encoded_once_and_ended_rows_no_more():
@@ -125,13 +146,15 @@ def test_a_row_does_not_depend_on_its_batch(patience):
 
 
 def test_observe_sees_accepted_samples_and_fresh_noise():
-    steps = []
-    run(ScriptedDenoiser(2, patience=[0, 9]), [[5], [6]], replace(CONFIG, max_new_tokens=C), observe=steps.append)
+    steps, denoiser = [], ScriptedDenoiser(2, patience=[0, 9])
+    run(denoiser, [[5], [6]], replace(CONFIG, max_new_tokens=C), observe=steps.append)
     draws = CounterDraws(0, canvas_length=C, vocab_size=V)
     assert [step.rows for step in steps] == [(0, 1)] * 2 + [(1,)] * 4
     assert steps[0].accepted[0].all() and torch.equal(steps[0].canvas[0], steps[0].argmax[0])  # sure: the sample is the best guess
     assert not steps[0].accepted[1].all()
+    sample = read_logits(denoiser.logits[0], temperature(0, CONFIG), draws.uniforms([0, 1], 0, 0), torch.float32).sample
     rejected = ~steps[0].accepted[1]
+    assert torch.equal(steps[0].canvas[1][~rejected], sample[1][~rejected]) and not torch.equal(sample[1], steps[0].argmax[1])
     assert torch.equal(steps[0].canvas[1][rejected], draws.fresh_tokens([1], 0, 0)[0][rejected])
     assert [step.settled.tolist() for step in steps[:2]] == [[False, False], [True, False]] and steps[-1].settled.all()
 

@@ -1,0 +1,93 @@
+"""Scores of answers: exact match, a regular expression, a named function, or a function of the user's own module."""
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from ..data.sudoku import SudokuTokenizer, exact_match
+from ..data.tokenizers import Tokenizer
+from .text import decode_tokens
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a model wrote after a prompt, beside what the data has there; tokens through the end token."""
+
+    prompt: tuple[int, ...]
+    generated: tuple[int, ...]
+    reference: tuple[int, ...]
+    tokenizer: Tokenizer
+
+    @property
+    def prompt_text(self) -> str:
+        return decode_tokens(self.tokenizer, self.prompt)
+
+    @property
+    def generated_text(self) -> str:
+        return decode_tokens(self.tokenizer, self.generated, skip_special_tokens=True)
+
+    @property
+    def reference_text(self) -> str:
+        return decode_tokens(self.tokenizer, self.reference, skip_special_tokens=True)
+
+
+Score = Callable[[Answer], bool]
+
+
+def exact(answer: Answer) -> bool:
+    """Whether the text is the reference, space around them aside."""
+    return answer.generated_text.strip() == answer.reference_text.strip()
+
+
+def sudoku(answer: Answer) -> bool:
+    """Whether the answer solves the puzzle of its prompt, with nothing but an end behind it."""
+    if not isinstance(answer.tokenizer, SudokuTokenizer):
+        raise ValueError(f"--score sudoku needs puzzles, not the tokenizer {answer.tokenizer.name}; set --data-source sudoku")
+    return bool(exact_match([answer.prompt], [answer.generated], answer.tokenizer)[0])
+
+
+NAMED: Mapping[str, Score] = {"exact": exact, "sudoku": sudoku}
+
+
+def regex_score(pattern: str) -> Score:
+    """With a group: whether its last match is the same in answer and reference (a final number, say). Without: whether the answer matches.
+
+    ValueError for a pattern that is none.
+    """
+    try:
+        compiled = re.compile(pattern, re.MULTILINE)
+    except re.error as error:
+        raise ValueError(f"--score regex:{pattern} is no regular expression: {error}") from None
+
+    def last_group(text: str) -> str | None:
+        matches = list(compiled.finditer(text))
+        return matches[-1].group(1) if matches else None
+
+    def same_group(answer: Answer) -> bool:
+        found = last_group(answer.generated_text)
+        return found is not None and found == last_group(answer.reference_text)
+
+    def matches(answer: Answer) -> bool:
+        return compiled.search(answer.generated_text) is not None
+
+    return same_group if compiled.groups else matches
+
+
+def open_score(name: str) -> Score:
+    """The score that --score names: one of NAMED, regex:PATTERN, or module:function. ValueError for anything else."""
+    if name in NAMED:
+        return NAMED[name]
+    kind, separator, rest = name.partition(":")
+    if kind == "regex" and rest:
+        return regex_score(rest)
+    if not separator or not rest:
+        raise ValueError(f"--score {name}: know {', '.join(NAMED)}, regex:PATTERN and module:function")
+    try:
+        found = getattr(importlib.import_module(kind), rest, None)
+    except ModuleNotFoundError as error:
+        raise ValueError(f"--score {name}: {error}; put the module's folder on PYTHONPATH") from None
+    if not callable(found):
+        raise ValueError(f"--score {name}: module {kind} has no function {rest}")
+    return found
