@@ -24,7 +24,7 @@ REQUIREMENTS = [
 EXTRAS = {
     "fla": ["flash-linear-attention>=0.6.0"],
     "flashinfer": ["flashinfer-python>=0.6.18"],
-    "dev": ["peft>=0.18", "pytest>=8.4", "pytest-timeout>=2.3", "ruff>=0.12", "setuptools>=77"],
+    "dev": ["peft>=0.18", "pytest>=8.4", "pytest-timeout>=2.3", "ruff>=0.12"],
 }
 
 setup(
