@@ -13,6 +13,7 @@ from .context import CommunicationLog, Group, ParallelContext
 from .initialize import close, create_context, initialize
 from .placement import Placement, place
 from .topology import Topology
+from .watchdog import Watchdog
 
 __all__ = [
     "CommunicationLog",
@@ -20,6 +21,7 @@ __all__ = [
     "ParallelContext",
     "Placement",
     "Topology",
+    "Watchdog",
     "all_to_all",
     "close",
     "create_context",

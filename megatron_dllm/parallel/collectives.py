@@ -23,9 +23,9 @@ from . import communication
 from .context import Group
 
 
-def sum_over(x: Tensor, group: Group) -> Tensor:
-    """Sum of the ranks' `x`; the gradient passes as it is."""
-    return x if _alone(group) else _SumOver.apply(x, group)
+def sum_over(x: Tensor, group: Group, *, overwrite: bool = False) -> Tensor:
+    """Sum of the ranks' `x`, with `overwrite` in its place; the gradient passes as it is."""
+    return x if _alone(group) else _SumOver.apply(x, group, overwrite)
 
 
 def sum_grad_over(x: Tensor, group: Group) -> Tensor:
@@ -68,12 +68,14 @@ def _alone(group: Group) -> bool:
 
 class _SumOver(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, group):
-        return communication.all_reduce(x, group)
+    def forward(ctx, x, group, overwrite):
+        if overwrite:
+            ctx.mark_dirty(x)
+        return communication.all_reduce(x, group, overwrite=overwrite)
 
     @staticmethod
     def backward(ctx, grad):
-        return grad, None
+        return grad, None, None
 
 
 class _SumGradOver(torch.autograd.Function):

@@ -47,11 +47,12 @@ def _counted(group: Group, kind: str, sent_bytes: int, x: Tensor) -> Callable[[]
     return group.log.start(kind, group.name, sent_bytes, f"{kind} over {group.name} {group.ranks}, {tuple(x.shape)} {x.dtype}")
 
 
-def start_all_reduce(x: Tensor, group: Group, op: str = "sum") -> Pending:
-    """Reduce (op: sum, max or min) a copy of `x` over the group. Sends 2 (R - 1) / R of its bytes."""
+def start_all_reduce(x: Tensor, group: Group, op: str = "sum", *, overwrite: bool = False) -> Pending:
+    """Reduce (op: sum, max or min) `x` over the group, in a copy or (contiguous) in place. Sends 2 (R - 1) / R of its bytes."""
     if _check(group).size == 1:
         return Pending(x)
-    out = x.clone(memory_format=torch.contiguous_format)
+    assert not overwrite or x.is_contiguous(), f"only a contiguous tensor is reduced in place, strides are {x.stride()}"
+    out = x if overwrite else x.clone(memory_format=torch.contiguous_format)
     handle = group.handle
     done = _counted(group, "all_reduce", 2 * _bytes(out) * (group.size - 1) // group.size, out)
     reduce_op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op]
@@ -134,9 +135,9 @@ def start_all_to_all(x: Tensor, send_counts: Sequence[int], receive_counts: Sequ
     return Pending(out, (work,), on_wait=done, keep=(x,))
 
 
-def all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:
-    """Reduced copy of `x`; no gradient. See `start_all_reduce`."""
-    return start_all_reduce(x, group, op).wait()
+def all_reduce(x: Tensor, group: Group, op: str = "sum", *, overwrite: bool = False) -> Tensor:
+    """`x` reduced; no gradient. See `start_all_reduce`."""
+    return start_all_reduce(x, group, op, overwrite=overwrite).wait()
 
 
 def all_gather(x: Tensor, group: Group, counts: Sequence[int] | None = None) -> Tensor:

@@ -27,7 +27,7 @@ def sum_shared_gradients(gradients: Iterable[tuple[Tensor, Placement]], tp: Grou
             by_dtype[gradient.dtype].append((gradient, placement))
     for _, items in sorted(by_dtype.items(), key=lambda item: str(item[0])):
         slots = [_slots(gradient, placement, tp) for gradient, placement in items]
-        summed = communication.all_reduce(torch.cat([slot.flatten() for slot in slots]), tp)
+        summed = communication.all_reduce(torch.cat([slot.flatten() for slot in slots]), tp, overwrite=True)
         for (gradient, placement), slot, flat in zip(items, slots, summed.split([s.numel() for s in slots]), strict=True):
             gradient.copy_(flat.view_as(slot)[_slot_index(placement, tp)])
 

@@ -48,7 +48,7 @@ def row_linear(x: Tensor, weight: Tensor, *, tp: Group, sequence_parallel: bool)
     Saved: x and weight.
     """
     y = F.linear(x, weight)
-    return scatter_sum_sequence(y, tp) if sequence_parallel else sum_over(y, tp)
+    return scatter_sum_sequence(y, tp) if sequence_parallel else sum_over(y, tp, overwrite=True)
 
 
 class _ColumnLinear(torch.autograd.Function):
@@ -70,8 +70,10 @@ class _ColumnLinear(torch.autograd.Function):
             dx = dys[0] @ weights[0]
             for dy, weight in zip(dys[1:], weights[1:], strict=True):
                 dx.addmm_(dy, weight)
-            start = communication.start_reduce_scatter if ctx.sequence_parallel else communication.start_all_reduce
-            summing = start(dx, ctx.tp)
+            if ctx.sequence_parallel:
+                summing = communication.start_reduce_scatter(dx, ctx.tp)
+            else:
+                summing = communication.start_all_reduce(dx, ctx.tp, overwrite=True)
         tokens = gathering.wait() if gathering is not None else x
         dws = [dy.t() @ tokens if wanted else None for dy, wanted in zip(dys, wants_weight, strict=True)]
         return (summing.wait() if summing is not None else None), None, None, *dws

@@ -75,7 +75,7 @@ class _SoftEmbedding(torch.autograd.Function):
             torch.mm(probabilities, own_rows, out=result[chunk])
         ctx.save_for_backward(hidden, weight, largest, factor)
         ctx.head = head
-        return communication.all_reduce(result, head.tp).mul_(head.scale)
+        return communication.all_reduce(result, head.tp, overwrite=True).mul_(head.scale)
 
     @staticmethod
     @once_differentiable

@@ -1,9 +1,12 @@
 """Collectives: value and gradient of each against sums over all ranks' tensors, which every rank can draw; and their counts."""
 
+import socket
+
 import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_dllm.config.parallel import ParallelConfig
 from megatron_dllm.parallel import (
     CommunicationLog,
     Group,
@@ -13,6 +16,7 @@ from megatron_dllm.parallel import (
     create_context,
     gather_replicated_sequence,
     gather_sequence,
+    initialize,
     scatter_sum_sequence,
     split_sequence,
     sum_grad_over,
@@ -149,6 +153,47 @@ def check_context(rank):
 
 def test_create_context(world):
     world.run(check_context, size=4)
+
+
+def check_initialize(rank, port):
+    dist.destroy_process_group()  # the world's own: here we are what torchrun starts
+    launcher = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in launcher.items():
+            patch.setenv(name, str(value))
+        with pytest.raises(ValueError, match="--tensor-model-parallel-size to one of \\[1, 2\\]"):
+            initialize(ParallelConfig(tensor_model_parallel_size=4), device="cpu")
+        context = initialize(ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True), device="cpu")
+    assert dist.get_backend() == "gloo" and context.sequence_parallel
+    assert (context.tp.ranks, context.tp.rank, context.dp.ranks) == ((0, 1), rank, (rank,))
+    assert sum_over(torch.tensor([rank + 1.0]), context.tp).item() == 3
+
+
+def test_initialize_from_the_launchers_environment(world):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    world.run(check_initialize, port, size=2)
+
+
+def check_overwrite(rank):
+    group = context_of(2, rank, tp=2).tp
+    x = drawn(rank, 3).requires_grad_()
+    for overwrite in (False, True):
+        y = 2 * x
+        z = sum_over(y, group, overwrite=overwrite)
+        assert torch.equal(z, 2 * (drawn(0, 3) + drawn(1, 3)))
+        assert (z.data_ptr() == y.data_ptr()) == overwrite
+        assert torch.equal(torch.autograd.grad(z, x, torch.ones_like(z))[0], torch.full_like(x, 2))
+    # What autograd has kept of y is no longer valid, and autograd knows.
+    squared = (y := 2 * x).square()
+    sum_over(y, group, overwrite=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        squared.sum().backward()
+
+
+def test_sum_over_in_place(world):
+    world.run(check_overwrite, size=2)
 
 
 def check_unset_group(rank):
