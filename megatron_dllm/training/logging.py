@@ -113,7 +113,7 @@ class RunLogger:
         self.close()
 
     def advance(self, iteration: int) -> None:
-        """Move the live bar; cheap, for every iteration between two log lines. `iteration` is the number of finished ones."""
+        """Move the live bar; cheap, for the iterations that are not logged. `iteration` is the number of finished ones."""
         if self._writes:
             self._time_left.note(iteration)
             if self._live is not None:
@@ -128,7 +128,7 @@ class RunLogger:
         if not self._writes:
             return
         self._record(iteration, metrics)
-        self._time_left.note(iteration)
+        self.advance(iteration)
         self._last_line = log_line(
             iteration, self._total, metrics, left_seconds=self._time_left.seconds(), when=time.localtime())
         if self._live is None:
