@@ -1,6 +1,7 @@
 """A microbatch as the model reads it: device tensors, the one or two passes through the stack, and what is scored after each."""
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +12,7 @@ from ..config import ModelConfig
 from ..transformer.token_pass import LAYER_TYPES, TokenPass, token_pass
 from .streams import Streams, TokenStream
 
+CPU = torch.device("cpu")
 NOISE_BINS = 10  # metrics show the diffusion loss by tenths of the noise level
 
 
@@ -55,9 +57,22 @@ class MicrobatchInputs:
     second_scored: Scored | None
 
 
-def microbatch_inputs(streams: Streams, config: ModelConfig, *, device: torch.device, dtype: torch.dtype, uniform_null: bool = False,
-                      leave_one_out: bool = False) -> MicrobatchInputs:
-    """Put a microbatch's streams on the device and lay out its passes. `dtype` is that of loss weights: at least fp32."""
+def to_device(value, device: torch.device):
+    """`value` with every tensor in it on `device`: tensors, slices, numbers and None, in dataclasses, tuples and dictionaries."""
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, tuple):
+        return tuple(to_device(item, device) for item in value)
+    if isinstance(value, dict):
+        return {key: to_device(item, device) for key, item in value.items()}
+    if dataclasses.is_dataclass(value):
+        return type(value)(**{field.name: to_device(getattr(value, field.name), device) for field in dataclasses.fields(value)})
+    return value
+
+
+def microbatch_inputs(streams: Streams, config: ModelConfig, *, dtype: torch.dtype, uniform_null: bool = False,
+                      leave_one_out: bool = False, device: torch.device = CPU) -> MicrobatchInputs:
+    """A microbatch's streams and the layout of its passes. `dtype` is that of loss weights: at least fp32."""
     num_clean, again = len(streams.clean), streams.self_conditioned
     queries = np.concatenate([np.zeros(num_clean, bool), again])
     positions = np.concatenate([streams.clean.positions, streams.canvas.positions])

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..config import ObjectiveConfig
+from ..transformer.visibility import CLEAN, Visibility
 from .batch_plan import Denominators, Microbatch, PlannedExample
 from .random import Purpose
-from ..transformer.visibility import CLEAN, Visibility
 
 
 @dataclass(frozen=True)

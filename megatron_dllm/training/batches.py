@@ -2,10 +2,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
+from torch.utils.data import DataLoader, Dataset
 
 from ..config import RunConfig
 from ..data.order import Order
@@ -15,8 +15,6 @@ from ..diffusion.inputs import MicrobatchInputs, microbatch_inputs
 from ..diffusion.random import DrawKey, Stream
 from ..diffusion.streams import build_streams
 from ..parallel import ParallelContext
-
-PREFETCH = 2  # batches made ahead while the model computes
 
 
 @dataclass(frozen=True)
@@ -75,43 +73,41 @@ class BatchMaker:
         return self.run.objective.canvas_length_at(iteration, self.run.model.canvas_length)
 
     def inputs(self, microbatch: Microbatch, plan: BatchPlan) -> MicrobatchInputs:
-        """A microbatch with its tokens read, corrupted and put on the device."""
+        """A microbatch with its tokens read and corrupted, on the CPU."""
         objective, model = self.run.objective, self.run.model
         tokens = [self.source.tokens(example.index) for example in microbatch.examples]
         streams = build_streams(
             microbatch, tokens, objective, plan.denominators, vocab_size=model.vocab_size, fill_token=model.fill_token_id)
         return microbatch_inputs(
-            streams, model, device=self.context.device, dtype=torch.float32, uniform_null=objective.self_conditioning_null == "uniform",
+            streams, model, dtype=torch.float32, uniform_null=objective.self_conditioning_null == "uniform",
             leave_one_out=objective.diffusion_loss in ("loo", "reweighted-loo"))
 
 
 @dataclass(frozen=True)
 class PreparedBatch:
-    """A batch whose microbatches are ready."""
+    """A batch whose microbatches are ready, on the CPU."""
 
     batch: Batch
     inputs: tuple[MicrobatchInputs, ...]
 
 
+class _Iterations(Dataset):
+    """Iteration number -> (its plan, this rank's microbatches): what a loader's process computes and hands over."""
+
+    def __init__(self, maker: BatchMaker):
+        self.maker = maker
+
+    def __getitem__(self, iteration: int) -> tuple[BatchPlan, tuple[MicrobatchInputs, ...]]:
+        size = self.maker.run.training.global_batch_size
+        batch = self.maker.batch(range(iteration * size, (iteration + 1) * size), iteration)
+        return batch.plan, tuple(batch.microbatches())
+
+
 def training_batches(maker: BatchMaker, *, start_iteration: int, iterations: int) -> Iterator[PreparedBatch]:
-    """The batches of iterations start to `iterations`, made ahead by --num-workers threads (by the caller when 0); the same in any case."""
-    size, workers = maker.run.training.global_batch_size, maker.run.data.num_workers
-
-    def prepare(iteration: int) -> PreparedBatch:
-        batch = maker.batch(range(iteration * size, (iteration + 1) * size), iteration)
-        return PreparedBatch(batch, tuple(batch.microbatches()))
-
-    if workers == 0:
-        yield from map(prepare, range(start_iteration, iterations))
-        return
-    # One thread: rows are found in order, so an epoch's permutation is made once.
-    with ThreadPoolExecutor(1, thread_name_prefix="batches") as pool:
-        pending = []
-        try:
-            for iteration in range(start_iteration, iterations):
-                while len(pending) < PREFETCH and iteration + len(pending) < iterations:
-                    pending.append(pool.submit(prepare, iteration + len(pending)))
-                yield pending.pop(0).result()
-        finally:
-            for future in pending:
-                future.cancel()
+    """The batches of iterations start to `iterations`, made ahead by --num-workers processes (by the caller when 0); the same in any case."""
+    workers = maker.run.data.num_workers
+    loader = DataLoader(
+        _Iterations(maker), batch_size=None, sampler=range(start_iteration, iterations), num_workers=workers,
+        multiprocessing_context="fork" if workers else None)
+    for plan, inputs in loader:
+        yield PreparedBatch(Batch(plan, maker, maker.context.dp.rank), inputs)

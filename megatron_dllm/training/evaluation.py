@@ -10,6 +10,7 @@ from torch import Tensor
 from ..config import RunConfig
 from ..data.source import ExampleSource
 from ..data.tokenizers import Tokenizer
+from ..diffusion.inputs import to_device
 from ..diffusion.sampler import CounterDraws, generate
 from ..models.diffusion_gemma.inference import Session
 from ..models.diffusion_gemma.model import DiffusionGemma
@@ -24,7 +25,7 @@ def evaluate(model: DiffusionGemma, maker: BatchMaker, num_rows: int) -> dict[st
     batch = maker.batch(rows, iteration=0)
     total = None
     for inputs in batch.microbatches():
-        terms = model(inputs)
+        terms = model(to_device(inputs, model.context.device))
         total = terms if total is None else total + terms
     return loss_metrics(total)
 

@@ -5,10 +5,9 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from torch import nn
-
-from ..diffusion.inputs import NOISE_BINS, MicrobatchInputs
+from ..diffusion.inputs import NOISE_BINS, MicrobatchInputs, to_device
 from ..diffusion.losses import LossTerms
+from ..models.diffusion_gemma.model import DiffusionGemma
 from .logging import noise_level_name
 from .optimizer import MasterAdamW
 
@@ -27,11 +26,11 @@ class StepResult:
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
-def train_step(model: nn.Module, optimizer: MasterAdamW, microbatches: Iterable[MicrobatchInputs], lr: float) -> StepResult:
+def train_step(model: DiffusionGemma, optimizer: MasterAdamW, microbatches: Iterable[MicrobatchInputs], lr: float) -> StepResult:
     """Run the step. A loss or gradient that is not finite leaves weights and moments as they were."""
     total = None
     for inputs in microbatches:
-        terms = model(inputs)
+        terms = model(to_device(inputs, model.context.device))
         terms.total.backward()
         total = terms.detach() if total is None else total + terms.detach()
     norm = optimizer.grad_norm()

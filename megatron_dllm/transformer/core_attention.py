@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .visibility import Visibility
 from .attention_work import WorkGroup, work_list
 from .precision import at_least_fp32
+from .visibility import Visibility
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..parallel import ParallelContext, place
@@ -10,10 +9,36 @@ from ..tensor_parallel.initialization import Constant, make_parameter
 from .precision import at_least_fp32
 
 
+class _RMSNorm(torch.autograd.Function):
+    """y = n * w with n = x * r, r = (mean(x^2) + eps)^-0.5. Saved: x as given and r, a value a row.
+
+    dw = sum over rows of dy * n;  dx = r * (g - n * mean(g * n)) with g = dy * w.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+        wide = at_least_fp32(x)
+        inverse_root = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, inverse_root)
+        y = wide * inverse_root
+        return (y if weight is None else y.mul_(weight.to(y.dtype))).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        x, weight, inverse_root = ctx.saved_tensors
+        normed, grad = at_least_fp32(x) * inverse_root, at_least_fp32(grad)
+        grad_weight = None
+        if weight is not None:
+            if ctx.needs_input_grad[1]:
+                grad_weight = (grad * normed).flatten(0, -2).sum(0).to(weight.dtype)
+            grad = grad * weight.to(grad.dtype)
+        projection = (grad * normed).mean(-1, keepdim=True)
+        return (grad - normed.mul_(projection)).mul_(inverse_root).to(x.dtype), grad_weight, None
+
+
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """x * (mean(x^2) + eps)^-0.5 * weight over the last dimension; the dtype of `x`."""
-    wide = at_least_fp32(x)
-    return F.rms_norm(wide, wide.shape[-1:], None if weight is None else weight.to(wide.dtype), eps).to(x.dtype)
+    return _RMSNorm.apply(x, weight, eps)
 
 
 class RMSNorm(nn.Module):

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ..config import ModelConfig
-from .visibility import Visibility
 from .core_attention import AttentionPlan, attention_plan
 from .rotary import RotaryTable, inverse_frequencies, rotary_table
+from .visibility import Visibility
 
 LAYER_TYPES = ("sliding", "full")
 
