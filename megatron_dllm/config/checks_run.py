@@ -1,5 +1,7 @@
 """Rules of the objective, the data, the batches and the course of training."""
 
+import math
+
 from megatron_dllm.config.check import Fault, check, listed
 from megatron_dllm.config.data import DataConfig
 
@@ -87,9 +89,10 @@ def split_is_three_shares(split: str) -> Fault | None:
     return None
 
 
-@check("eval_interval", "split")
-def evaluation_has_data(interval: int | None, split: str) -> Fault | None:
-    if interval is None or split_is_three_shares(split) or DataConfig(split=split).split_shares()[1] > 0:
+@check("data_source", "eval_interval", "split")
+def evaluation_has_data(source: str, interval: int | None, split: str) -> Fault | None:
+    """Puzzles are held out by their solutions, without --split."""
+    if source == "sudoku" or interval is None or split_is_three_shares(split) or DataConfig(split=split).split_shares()[1] > 0:
         return None
     return Fault("no share of the data is for validation", "set --split to 969,30,1, or leave out --eval-interval", {"split": "969,30,1"})
 
@@ -126,19 +129,25 @@ def wsd_has_a_decay(style: str, iters: int | None) -> Fault | None:
     return Fault("nothing says how long the decay at the end is", "set --lr-wsd-decay-iters", {"lr_wsd_decay_iters": 1})
 
 
-@check("lr_warmup_iters", "lr_wsd_decay_iters", "lr_decay_iters", "train_iters")
-def course_fits(warmup: int, wsd_decay: int | None, decay_iters: int | None, train_iters: int | None) -> Fault | None:
-    """Warm-up and final decay must fit into the steps of the schedule, where their number is known."""
+@check("lr_decay_style", "lr_warmup_iters", "lr_warmup_fraction", "lr_wsd_decay_iters", "lr_decay_iters", "train_iters")
+def course_fits(
+    style: str, warmup_iters: int, fraction: float | None, wsd_decay: int | None, decay_iters: int | None, train_iters: int | None
+) -> Fault | None:
+    """Warm-up and decay must fit into the steps of the schedule, where their number is known."""
     steps = decay_iters if decay_iters is not None else train_iters
-    if steps is None or warmup + (wsd_decay or 0) <= steps:
+    if steps is None or style == "constant":
         return None
-    parts = f"a warm-up of {warmup} steps" + (f" and a decay of {wsd_decay}" if wsd_decay else "")
-    if wsd_decay is not None and wsd_decay < steps:
-        return Fault(f"{parts} do not fit into {steps}", f"set --lr-warmup-iters to at most {steps - wsd_decay}",
-                     {"lr_warmup_iters": steps - wsd_decay})  # fmt: skip
-    if wsd_decay is None:
-        return Fault(f"{parts} does not fit into {steps}", f"set --lr-warmup-iters to at most {steps}", {"lr_warmup_iters": steps})
-    return Fault(f"{parts} do not fit into {steps}", f"set --lr-wsd-decay-iters below {steps} and --lr-warmup-iters so that both fit")
+    warmup = warmup_iters or math.ceil((fraction or 0) * steps)
+    tail = (wsd_decay or 1) if style == "WSD" else 1
+    if warmup + tail <= steps:
+        return None
+    if tail > steps:
+        return Fault(f"a decay of {tail} steps does not fit into {steps}", f"set --lr-wsd-decay-iters below {steps}")
+    return Fault(
+        f"a warm-up of {warmup} steps leaves less than {tail} of {steps} for the decay",
+        f"set --lr-warmup-iters to at most {steps - tail}",
+        {"lr_warmup_iters": steps - tail, "lr_warmup_fraction": None},
+    )
 
 
 @check("recompute_granularity", "recompute_modules")
@@ -171,11 +180,11 @@ def profile_is_reached(profile: bool, start: int, train_iters: int | None) -> Fa
     return Fault("training ends before", f"set --profile-step-start below {train_iters}", {"profile_step_start": 0})
 
 
-@check("profile", "tensorboard_dir", "run_dir", "save")
-def profile_has_a_folder(profile: bool, tensorboard_dir: str | None, run_dir: str | None, save: str | None) -> Fault | None:
-    if not profile or tensorboard_dir or run_dir or save:
+@check("profile", "run_dir", "save")
+def profile_has_a_folder(profile: bool, run_dir: str | None, save: str | None) -> Fault | None:
+    if not profile or run_dir or save:
         return None
-    return Fault("the trace has no folder to go to", "give --run-dir or --tensorboard-dir", {"run_dir": "runs/profile"})
+    return Fault("the trace goes to the run's folder, and there is none", "give --run-dir or --save", {"run_dir": "runs/profile"})
 
 
 @check("save_best", "eval_interval")

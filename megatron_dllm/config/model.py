@@ -24,7 +24,7 @@ def read_layer_types(text: str) -> tuple[str, ...]:
 
 def write_layer_types(types: tuple[str, ...]) -> str:
     """The shortest pattern that, repeated, gives `types` back."""
-    period = next((n for n in range(1, len(types) + 1) if len(types) % n == 0 and types[:n] * (len(types) // n) == types), 0)
+    period = next((n for n in range(1, len(types) + 1) if types[:n] * (len(types) // n) == types), 0)
     runs = [(name, len(list(run))) for name, run in itertools.groupby(types[:period])]
     return ",".join(name if count == 1 else f"{name}*{count}" for name, count in runs)
 

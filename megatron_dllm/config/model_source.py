@@ -13,8 +13,9 @@ from megatron_dllm.config.model import DEFAULT_LAYER_PATTERN, ModelConfig, read_
 from megatron_dllm.config.presets import PRESETS
 from megatron_dllm.config.problems import Problem, format_problems
 
-LATEST_FILE = "latest_checkpointed_iteration.txt"
-ARGUMENTS_FILE = "args.txt"
+# Of a checkpoint on disk: its folder in a run's, and the two of its files that matter here.
+ITERATION_FOLDER = r"iter_\d{7,}"
+COMPLETE_FILE, ARGUMENTS_FILE = "complete.json", "args.txt"
 MODEL_FLAGS: dict[str, Flag] = {item.field: item for item in flags_of(ModelConfig)}
 
 
@@ -132,17 +133,13 @@ def read_config_file(path: Path) -> dict[str, Any]:
 
 
 def checkpoint_folder(folder: str) -> Path | None:
-    """The folder of one iteration that `folder` is, or that its latest_checkpointed_iteration.txt names; None where there is neither."""
+    """The folder of one iteration that `folder` is, or else the newest complete one in it; None where there is neither."""
     path = Path(folder)
-    if re.fullmatch(r"iter_\d{7,}", path.name) and path.is_dir():
+    if re.fullmatch(ITERATION_FOLDER, path.name) and path.is_dir():
         return path
-    latest = path / LATEST_FILE
-    if not latest.is_file():
-        return None
-    text = latest.read_text(encoding="utf-8").strip()
-    if not text.isdecimal():
-        raise ValueError(f"{latest} should hold the number of an iteration, not {text!r}")
-    return path / f"iter_{int(text):07d}"
+    inside = path.iterdir() if path.is_dir() else ()
+    complete = [p for p in inside if re.fullmatch(ITERATION_FOLDER, p.name) and (p / COMPLETE_FILE).is_file()]
+    return max(complete, key=lambda p: int(p.name.partition("_")[2]), default=None)
 
 
 def read_stored_model(folder: str) -> ModelConfig:

@@ -75,7 +75,7 @@ RANGES: dict[str, Range] = {
     "rotary_percent_global": Range(0, 1, low_open=True),
     "self_conditioning_prob": SHARE,
     "noise_min": Range(0, 1, low_open=True, high_open=True),
-    "lr_warmup_fraction": SHARE,
+    "lr_warmup_fraction": Range(0, 1, high_open=True),
     "adam_beta1": Range(0, 1, high_open=True),
     "adam_beta2": Range(0, 1, high_open=True),
 }  # fmt: skip
@@ -100,7 +100,7 @@ NEEDS = (
     Needs(("encoder_loss_normalization", "encoder_loss_tokens"), "--encoder-loss-weight above 0",
           lambda run: run.objective.encoder_loss_weight > 0),
     Needs(("self_conditioning_null",), "--self-conditioning-prob below 1", lambda run: run.objective.self_conditioning_prob < 1),
-    Needs(("data_path",), "--data-source auto, chat or indexed", lambda run: run.data.data_source != "sudoku"),
+    Needs(("data_path", "split", "tokenizer_type"), "--data-source auto, chat or indexed", lambda run: run.data.data_source != "sudoku"),
     Needs(("data_columns", "chat_template", "supervise_turns"), "--data-source auto or chat",
           lambda run: run.data.data_source in ("auto", "chat")),
     Needs(("sudoku_size", "sudoku_num_puzzles"), "--data-source sudoku", lambda run: run.data.data_source == "sudoku"),

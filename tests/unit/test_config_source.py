@@ -24,7 +24,8 @@ def checkpoint(tmp_path):
     (folder / "iter_0000020").mkdir(parents=True)
     run = parse(["--preset", "toy", "--num-layers", "3", "--load", str(folder), "--train-iters", "20"])
     (folder / "iter_0000020" / "args.txt").write_text(to_arguments_text(run))
-    (folder / "latest_checkpointed_iteration.txt").write_text("20\n")
+    (folder / "iter_0000020" / "complete.json").write_text("{}")
+    (folder / "iter_0000030").mkdir()  # cut short
     return folder
 
 
@@ -111,10 +112,13 @@ class TestFlagsAlone:
 
 
 class TestCheckpoint:
-    def test_folder_is_the_latest_or_one_that_is_named(self, checkpoint, tmp_path):
+    def test_folder_is_the_newest_complete_one_or_one_that_is_named(self, checkpoint, tmp_path):
+        (checkpoint / "iter_0000003").mkdir()
+        (checkpoint / "iter_0000003" / "complete.json").touch()
         assert checkpoint_folder(str(checkpoint)) == checkpoint / "iter_0000020"
         assert checkpoint_folder(str(checkpoint / "iter_0000020")) == checkpoint / "iter_0000020"
         assert checkpoint_folder(str(tmp_path)) is None
+        assert checkpoint_folder(str(tmp_path / "nowhere")) is None
 
     @pytest.mark.parametrize("flag", ["--load", "--pretrained-checkpoint"])
     @pytest.mark.parametrize("name", ["", "iter_0000020"])
@@ -155,12 +159,9 @@ class TestCheckpoint:
         with pytest.raises(ValueError, match="holds no checkpoint"):
             parse(["--load", str(tmp_path)])
 
-    def test_without_its_arguments_or_iteration_is_named(self, checkpoint):
+    def test_without_its_arguments_is_named(self, checkpoint):
         (checkpoint / "iter_0000020" / "args.txt").unlink()
         with pytest.raises(ValueError, match="has no .*iter_0000020/args.txt"):
-            parse(["--load", str(checkpoint)])
-        (checkpoint / "latest_checkpointed_iteration.txt").write_text("release")
-        with pytest.raises(ValueError, match="should hold the number of an iteration, not 'release'"):
             parse(["--load", str(checkpoint)])
 
     def test_arguments_of_another_kind_are_passed_over(self, checkpoint):

@@ -10,6 +10,7 @@ from megatron_dllm.config.data import DataConfig
 from megatron_dllm.config.run import FLAGS
 from megatron_dllm.config.validation import NEEDS, RANGES, UNAVAILABLE
 
+WSD = {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 60}
 GOOD = parse(["--preset", "toy", "--train-iters", "100", "--data-path", "data.jsonl", "--global-batch-size", "24"])
 
 
@@ -19,6 +20,8 @@ def flag_of(name: str) -> str:
 
 def test_good_runs_have_no_problem():
     assert validate(GOOD) == []
+    for course in ({"lr_warmup_iters": 99}, {"lr_decay_style": "constant", "lr_warmup_iters": 200}, WSD | {"lr_warmup_fraction": 0.4}):
+        assert validate(GOOD.with_values(**course)) == []
     release = GOOD.with_values(**vars(parse(["--preset", "diffusiongemma-26b-a4b"]).model))
     assert validate(release) == []
     assert validate(GOOD, world_size=3) == []
@@ -26,7 +29,7 @@ def test_good_runs_have_no_problem():
 
 # Rule -> settings that break it and no other, the processes, what the problem's text says.
 CASES: list[tuple[str, dict, int, str]] = [
-    ("sliding_heads", {"num_query_groups": 3}, 1, "do not share 3 key heads evenly in sliding layers; set --num-query-groups to one of 1, 2, 4"),
+    ("sliding_heads", {"num_query_groups": 3}, 1, "3 key heads evenly in sliding layers; set --num-query-groups to one of 1, 2, 4"),
     ("full_heads", {"num_global_query_groups": 8}, 1, "do not share 8 key heads evenly in full layers; set --num-global-query-groups"),
     ("sliding_head_is_even", {"kv_channels": 15}, 1, "--kv-channels 15: rotary embedding turns pairs of channels; set --kv-channels to 16"),
     ("full_head_is_even", {"global_kv_channels": 1}, 1, "set --global-kv-channels to 2"),
@@ -41,13 +44,13 @@ CASES: list[tuple[str, dict, int, str]] = [
     ("schedule_fits", {"canvas_length_schedule": "5:16"}, 1, "'5:16': the first entry must start at iteration 0"),
     ("dense_grid", {"tensor_model_parallel_size": 4, "num_query_groups": 4}, 6, "6 processes do not divide into copies of 4 x 1 x 1 ranks"),
     ("expert_grid", {"expert_model_parallel_size": 8}, 4, "copies of 1 x 8 x 1 ranks of experts; start a multiple of 8"),
-    ("heads_over_ranks", {"tensor_model_parallel_size": 8}, 8, "do not divide over 8 ranks; set --tensor-model-parallel-size to one of 1, 2, 4"),
+    ("heads_over_ranks", {"tensor_model_parallel_size": 8}, 8, "over 8 ranks; set --tensor-model-parallel-size to one of 1, 2, 4"),
     ("mlp_over_ranks", {"tensor_model_parallel_size": 2, "ffn_hidden_size": 9}, 2, "9 columns do not divide over 2 ranks"),
     ("expert_width_over_ranks", {"expert_tensor_parallel_size": 2, "moe_ffn_hidden_size": 9}, 2, "9 columns of an expert do not"),
     ("experts_over_ranks", {"expert_model_parallel_size": 3}, 3, "8 experts do not divide over 3 ranks; set --expert-model"),
     ("sliding_key_heads_over_ranks", {"tensor_model_parallel_size": 3, "num_attention_heads": 6}, 3, "2 key heads of sliding"),
-    ("full_key_heads_over_ranks", {"tensor_model_parallel_size": 2, "num_attention_heads": 6, "num_global_query_groups": 3}, 2, "3 key heads"),
-    ("batch_divides", {"micro_batch_size": 5}, 2, "microbatches of 5 on 2 data-parallel ranks; set --global-batch-size to a multiple of 10, such as 20, 30."),
+    ("full_key_heads_over_ranks", {"tensor_model_parallel_size": 2, "num_attention_heads": 6, "num_global_query_groups": 3}, 2, "3 key"),
+    ("batch_divides", {"micro_batch_size": 4}, 4, "of 4 on 4 data-parallel ranks; set --global-batch-size to a multiple of 16, such as 16, 32."),
     ("batch_divides", {"micro_batch_size": 25}, 1, "set --global-batch-size to a multiple of 25, such as 25."),
     ("one_duration", {"train_iters": None}, 1, "nothing says how long to train; set --train-iters, --train-samples or --num-epochs"),
     ("one_duration", {"num_epochs": 2}, 1, "2 flags say how long to train; keep one of them, such as --train-iters"),
@@ -64,15 +67,16 @@ CASES: list[tuple[str, dict, int, str]] = [
     ("lr_falls", {"min_lr": 1.0}, 1, "the learning rate cannot decay upwards; set --min-lr to at most 0.0001"),
     ("one_warmup", {"lr_warmup_iters": 5, "lr_warmup_fraction": 0.1}, 1, "both say how long the warm-up is"),
     ("wsd_has_a_decay", {"lr_decay_style": "WSD"}, 1, "nothing says how long the decay at the end is; set --lr-wsd-decay-iters"),
-    ("course_fits", {"lr_warmup_iters": 101}, 1, "a warm-up of 101 steps does not fit into 100; set --lr-warmup-iters to at most 100"),
-    ("course_fits", {"lr_warmup_iters": 5, "lr_decay_iters": 4}, 1, "a warm-up of 5 steps does not fit into 4"),
-    ("course_fits", {"lr_warmup_iters": 41, "lr_decay_style": "WSD", "lr_wsd_decay_iters": 60}, 1, "set --lr-warmup-iters to at most 40"),
-    ("course_fits", {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 200}, 1, "set --lr-wsd-decay-iters below 100"),
+    ("course_fits", {"lr_warmup_iters": 100}, 1, "a warm-up of 100 steps leaves less than 1 of 100 for the decay; set --lr"),
+    ("course_fits", {"lr_warmup_iters": 5, "lr_decay_iters": 4}, 1, "a warm-up of 5 steps leaves less than 1 of 4"),
+    ("course_fits", WSD | {"lr_warmup_iters": 41}, 1, "leaves less than 60 of 100 for the decay; set --lr-warmup-iters to at most 40"),
+    ("course_fits", WSD | {"lr_warmup_fraction": 0.402}, 1, "a warm-up of 41 steps leaves less than 60"),
+    ("course_fits", WSD | {"lr_wsd_decay_iters": 101}, 1, "a decay of 101 steps does not fit into 100; set --lr-wsd-decay-iters below 100"),
     ("selective_names_modules", {"recompute_granularity": "selective"}, 1, "nothing is named to compute again; set --recompute-modules"),
     ("snapshot_needs_cuda", {"device": "cpu", "memory_snapshot_path": "m"}, 1, "leave out --memory-snapshot-path"),
     ("profile_has_steps", {"profile": True, "run_dir": "r", "profile_step_start": 12}, 1, "set --profile-step-end to at least 13"),
     ("profile_is_reached", {"profile": True, "run_dir": "r", "train_iters": 10}, 1, "set --profile-step-start below 10"),
-    ("profile_has_a_folder", {"profile": True}, 1, "the trace has no folder to go to; give --run-dir or --tensorboard-dir"),
+    ("profile_has_a_folder", {"profile": True}, 1, "and there is none; give --run-dir or --save"),
     ("best_is_measured", {"save": "s", "save_best": True}, 1, "without evaluation no checkpoint is the best; set --eval-interval"),
     ("temperature_falls", {"t_min": 0.9}, 1, "the temperature cannot rise over the steps; set --t-min to at most 0.8"),
 ]  # fmt: skip
@@ -109,7 +113,7 @@ class TestRanges:
     def test_below_and_outside(self, name):
         allowed, several = RANGES[name], FLAGS[name][1].several
         outside = [allowed.low - 1] + [allowed.low] * allowed.low_open + [allowed.high + 1, allowed.high] * allowed.high_open
-        for value in [*outside, float("nan")]:
+        for value in [*outside, float("nan"), float("inf")]:
             run = GOOD.with_values(**{name: (3, value) if several else value})
             (problem,) = [p for p in validate(run) if str(allowed) in p.why]
             assert problem.flags.keys() == {flag_of(name)}
