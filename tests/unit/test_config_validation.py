@@ -50,7 +50,7 @@ CASES: list[tuple[str, dict, int, str]] = [
     ("experts_over_ranks", {"expert_model_parallel_size": 3}, 3, "8 experts do not divide over 3 ranks; set --expert-model"),
     ("sliding_key_heads_over_ranks", {"tensor_model_parallel_size": 3, "num_attention_heads": 6}, 3, "2 key heads of sliding"),
     ("full_key_heads_over_ranks", {"tensor_model_parallel_size": 2, "num_attention_heads": 6, "num_global_query_groups": 3}, 2, "3 key"),
-    ("batch_divides", {"micro_batch_size": 4}, 4, "of 4 on 4 data-parallel ranks; set --global-batch-size to a multiple of 16, such as 16, 32."),
+    ("batch_divides", {"micro_batch_size": 4}, 4, "of 4 on 4 data-parallel ranks; set --global-batch-size to a multiple of 16"),
     ("batch_divides", {"micro_batch_size": 25}, 1, "set --global-batch-size to a multiple of 25, such as 25."),
     ("one_duration", {"train_iters": None}, 1, "nothing says how long to train; set --train-iters, --train-samples or --num-epochs"),
     ("one_duration", {"num_epochs": 2}, 1, "2 flags say how long to train; keep one of them, such as --train-iters"),
