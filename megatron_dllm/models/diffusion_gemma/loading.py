@@ -1,0 +1,47 @@
+"""A trained model and its tokenizer, for generation, from a checkpoint of ours or a transformers directory."""
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from ...checkpoint import store
+from ...checkpoint.model_state import load_whole_tensors
+from ...config import RunConfig, parse
+from ...data.build import build_tokenizer
+from ...data.tokenizers import Tokenizer, open_tokenizer
+from ...parallel import ParallelContext
+from .build import empty_model, load_transformers
+from .model import DiffusionGemma
+
+
+def load_for_inference(path: str | Path, device: torch.device, dtype: torch.dtype | None = None) -> tuple[DiffusionGemma, Tokenizer]:
+    """Model and tokenizer of `path`: a transformers directory, a run's folder (its newest valid checkpoint), or one iteration's folder.
+
+    Without `dtype` the model computes as it did in training: bf16 for a directory, what --bf16 said for a checkpoint of ours. ValueError that
+    names the file for whatever cannot be used.
+    """
+    path, context = Path(path), ParallelContext.single(device)
+    if (path / "config.json").is_file():
+        model = load_transformers(path, context, dtype or torch.bfloat16)
+        return model, open_tokenizer("HuggingFaceTokenizer", str(path), extra_eos_ids=model.config.eos_token_id)
+    found = open_run(path)
+    run = stored_run(found)
+    model = empty_model(run.model, context, dtype or (torch.bfloat16 if run.training.bf16 else torch.float32))
+    load_whole_tensors(model, found.model().items(), str(found.path))
+    return model, build_tokenizer(run.data, run.model.eos_token_id)
+
+
+def open_run(path: Path) -> store.Checkpoint:
+    """The checkpoint that `path` is, or the newest valid one in it."""
+    if path.name.startswith("iter_"):
+        return store.open_checkpoint(path)
+    found = store.find_newest(path)
+    if found is None:
+        raise ValueError(f"{path} holds neither a transformers model (config.json) nor a valid checkpoint of ours (iter_.../complete.json)")
+    return found
+
+
+def stored_run(found: store.Checkpoint) -> RunConfig:
+    """The configuration of the run that saved a checkpoint."""
+    return parse([f"@{found.path / store.ARGUMENTS}"])
