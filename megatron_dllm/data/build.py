@@ -86,7 +86,7 @@ def _open(path: str, data: DataConfig, model: ModelConfig, tokenizer: Tokenizer)
                              vocab_size=model.vocab_size)
     options = ChatOptions(
         columns=parse_columns(data.data_columns), supervise_turns=data.supervise_turns, refuse_bad_samples=data.on_bad_sample == "error",
-        cache=Path(data.data_cache_path) if data.data_cache_path else None)
+        cache=Path(data.data_cache_path) if data.data_cache_path else None, num_workers=data.num_workers)
     return open_chat_source(path, tokenizer, options)
 
 

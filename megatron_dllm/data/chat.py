@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .formats import Conversation, Format, PlainText, recognise, rename, unused_columns
-from .readers import Row, find_files, read_rows
-from .report import Origin, SampleError, SkipReport
-from .templates import Turn, TurnRenderer, supervised_places
+from .encoding import Job, RowEncoder, encode_rows
+from .formats import Format, Row, recognise, rename, unused_columns
+from .readers import find_files, read_rows
+from .report import SampleError, SkipReport
 from .token_file import INDEX, TokenFile, TokenFileWriter
 from .tokenizers import Tokenizer
 
@@ -26,12 +26,13 @@ CACHE_FOLDER = ".token_cache"
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """How rows become examples; all of it is part of the cache key, but for the place of the cache and the policy."""
+    """How rows become examples. Columns and turns are part of the cache key; the others change no token."""
 
     columns: Mapping[str, str] = field(default_factory=dict)
     supervise_turns: str = "all"
     refuse_bad_samples: bool = False
     cache: Path | None = None  # None: beside the data
+    num_workers: int = 0  # processes that tokenize; below 2, this one
 
 
 def open_chat_source(path: str, tokenizer: Tokenizer, options: ChatOptions) -> TokenFile:
@@ -76,48 +77,56 @@ def _content_digest(file: Path) -> str:
 
 
 def _prepare(files: Sequence[Path], tokenizer: Tokenizer, options: ChatOptions, folder: Path) -> None:
-    maker = _ExampleMaker(tokenizer, options)
+    """Read, tokenize and store; several times as fast with several processes."""
+    report = SkipReport(refuse=options.refuse_bad_samples)
+    formats = _FileFormats()
+    encoder = RowEncoder(tokenizer, options.supervise_turns)
+    notes: dict[str, None] = {}
+    due = time.monotonic() + PROGRESS_SECONDS
     with TokenFileWriter(folder) as writer:
-        due = time.monotonic() + PROGRESS_SECONDS
-        for number, (origin, row) in enumerate(read_rows(files, maker.report)):
-            maker.add(writer, number, origin, row)
+        for encoded in encode_rows(_jobs(files, options, report, formats), encoder, num_workers=options.num_workers):
+            notes |= dict.fromkeys(encoded.notes)
+            for where, error in encoded.skipped:
+                report.skip(where, error)
+            for example in encoded.examples:
+                writer.add(example.prompt, example.response, key=(encoded.number, example.unit), origin=encoded.origin,
+                           truncated=example.truncated)
             if time.monotonic() > due:
-                log.info("tokenized %d rows, now in %s", number + 1, origin.file)
+                log.info("tokenized %d rows, now in %s", encoded.number + 1, encoded.origin.file)
                 due += PROGRESS_SECONDS
-        maker.finish()
-        writer.finish(maker.report, maker.notes)
+        writer.finish(report, [*formats.notes(), *notes])
 
 
-class _ExampleMaker:
-    """Rows to examples, with what has to be reported about them."""
+def _jobs(files: Sequence[Path], options: ChatOptions, report: SkipReport, formats: _FileFormats) -> Iterator[Job]:
+    """The rows with the formats of their files; a row that comes before any of a known format is skipped."""
+    for number, (origin, row) in enumerate(read_rows(files, report)):
+        row = rename(row, options.columns)
+        form = formats.of(origin.file, row)
+        if form is None:
+            report.skip(origin, SampleError("no known columns", f"it has {', '.join(sorted(row)) or 'none'}"))
+        else:
+            yield Job(number, origin, form, row)
 
-    def __init__(self, tokenizer: Tokenizer, options: ChatOptions):
-        self.tokenizer = tokenizer
-        self.options = options
-        self.report = SkipReport(refuse=options.refuse_bad_samples)
-        self.notes: list[str] = []
+
+class _FileFormats:
+    """The format of each file, which its first row that has one decides, and the columns that the format does not read."""
+
+    def __init__(self):
         self._formats: dict[str, Format] = {}
-        self._unused: dict[str, set[str]] = {}  # file: columns that its format does not read
-        self._unknown: dict[str, list[str]] = {}  # file: columns of its first row that no format fits
-        self._renderer: TurnRenderer | None = None
+        self._unused: dict[str, set[str]] = {}
+        self._unknown: dict[str, list[str]] = {}  # columns of the first row, for files without a format so far
 
-    def add(self, writer: TokenFileWriter, number: int, origin: Origin, row: Row) -> None:
-        """Append the examples of row `number` of the source."""
-        row = rename(row, self.options.columns)
-        form = self._formats.get(origin.file) or self._recognise(origin.file, row)
-        try:
-            if form is None:
-                raise SampleError("no known columns", f"it has {', '.join(sorted(row)) or 'none'}")
-            self._unused.setdefault(origin.file, set()).update(unused_columns(form, row))
-            sample = form.read(row)
-            examples = self._document(sample) if isinstance(sample, PlainText) else self._turns(sample, origin)
-            for unit, turn, truncated in examples:
-                writer.add(turn.prompt, turn.response, key=(number, unit), origin=origin, truncated=truncated)
-        except SampleError as error:
-            self.report.skip(origin, error)
+    def of(self, file: str, row: Row) -> Format | None:
+        form = self._formats.get(file) or recognise(row)
+        if form is None:
+            self._unknown.setdefault(file, sorted(row))
+            return None
+        self._formats[file] = form
+        self._unused.setdefault(file, set()).update(unused_columns(form, row))
+        return form
 
-    def finish(self) -> None:
-        """Note what was recognised. ValueError if a whole file had no row of a known format."""
+    def notes(self) -> list[str]:
+        """What the files were read as. ValueError if a whole file had no row of a known format."""
         for file, columns in self._unknown.items():
             if file not in self._formats:
                 raise ValueError(
@@ -128,40 +137,8 @@ class _ExampleMaker:
         for file, form in self._formats.items():
             unused = ", ".join(sorted(self._unused[file]))
             meanings[file] = f"{form.name}; columns not used: {unused}" if unused else form.name
+        notes = []
         for meaning in sorted(set(meanings.values())):
             alike = [file for file, other in meanings.items() if other == meaning]
-            self.notes.append(f"{alike[0]}{f' and {len(alike) - 1} more files' if alike[1:] else ''}: read as {meaning}")
-
-    def _recognise(self, file: str, row: Row) -> Format | None:
-        form = recognise(row)
-        if form is None:
-            self._unknown.setdefault(file, sorted(row))
-            return None
-        self._formats[file] = form
-        return form
-
-    def _document(self, sample: PlainText) -> Iterator[tuple[int, Turn, bool]]:
-        """A text is all response, behind the token that begins a text and before the one that ends it."""
-        if not sample.text.strip():
-            raise SampleError("empty response")
-        prompt = [] if self.tokenizer.bos_id is None else [self.tokenizer.bos_id]
-        end = [] if sample.truncated else [self.tokenizer.eos_ids[0]]
-        yield 0, Turn(prompt, self.tokenizer.encode(sample.text) + end), sample.truncated
-
-    def _turns(self, sample: Conversation, origin: Origin) -> Iterator[tuple[int, Turn, bool]]:
-        """(number of the assistant's turn, its tokens, cut short) of each supervised turn; one that cannot be used is skipped alone."""
-        if self._renderer is None:
-            self._renderer = TurnRenderer(self.tokenizer)
-            self.notes += self._renderer.notes
-        places = supervised_places(sample.messages, self.options.supervise_turns)
-        if not places:
-            raise SampleError("no assistant turn", f"its roles are {', '.join(message['role'] for message in sample.messages) or 'none'}")
-        last = len(sample.messages) - 1
-        for place, number in places:
-            truncated = sample.truncated and place == last
-            try:
-                turn = self._renderer.turn(sample.messages, place, sample.tools, truncated=truncated)
-            except SampleError as error:
-                self.report.skip(f"{origin} turn {number + 1}", error)
-            else:
-                yield number, turn, truncated
+            notes.append(f"{alike[0]}{f' and {len(alike) - 1} more files' if alike[1:] else ''}: read as {meaning}")
+        return notes

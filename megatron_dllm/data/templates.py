@@ -114,7 +114,8 @@ class TurnRenderer:
                               f"it ends in {tail!r}, the end tokens are {list(self.tokenizer.eos_ids)}; name the right one as eos_token_id "
                               "in the tokenizer's generation_config.json or with --eos-token-id")
         response = turn.response[:ends[-1] + (0 if truncated else 1)]
-        if not response or not self.tokenizer.decode(response, skip_special_tokens=True).strip():
+        # The beginning tells, as a rule, and decoding all of it costs.
+        if not any(self.tokenizer.decode(part, skip_special_tokens=True).strip() for part in (response[:32], response)):
             raise SampleError("empty response", "the template writes nothing of it")
         return Turn(turn.prompt, response)
 

@@ -54,7 +54,8 @@ class TokenFileWriter:
 
     def add(self, prompt: Sequence[int], response: Sequence[int], *, key: tuple[int, int], origin: Origin, truncated: bool) -> None:
         """Append one example."""
-        self._tokens.write(np.asarray([*prompt, *response], np.int32).tobytes())
+        for part in (prompt, response):
+            self._tokens.write(np.asarray(part, np.int32).tobytes())
         self._offsets.append(self._offsets[-1] + len(prompt) + len(response))
         file = self._files.setdefault(origin.file, len(self._files))
         values = {"lengths": (len(prompt), len(response)), "keys": key, "origins": (file, origin.line), "truncated": truncated}

@@ -1,12 +1,15 @@
 import json
 import logging
 import os
+import pickle
 
 import numpy as np
 import pytest
 
 from megatron_dllm.data.chat import ChatOptions, open_chat_source
-from megatron_dllm.data.report import Origin, SkipReport
+from megatron_dllm.data.encoding import Job, RowEncoder
+from megatron_dllm.data.formats import FORMATS
+from megatron_dllm.data.report import Origin, SampleError, SkipReport
 from megatron_dllm.data.source import ExampleSource
 from megatron_dllm.data.token_file import TokenFileWriter
 from megatron_dllm.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer
@@ -164,6 +167,35 @@ def test_cache_that_cannot_be_written_names_the_flag(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="--data-cache-path"):
         open_chat_source(path, TOKENIZER, ChatOptions(cache=tmp_path / "file" / "cache"))
+
+
+def test_several_processes_give_what_one_gives(tmp_path):
+    rows = [{"messages": [{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": "a" * (i % 7)}]} for i in range(150)]
+    path = write(tmp_path / "chat.jsonl", [*rows, "{broken\n", TWO_TURNS])
+    one, two = (open_chat_source(path, TOKENIZER, ChatOptions(cache=tmp_path / str(n), num_workers=n)) for n in (0, 2))
+    assert one.skipped == two.skipped and one.skipped.counts == {"empty response": 22, "corrupt line": 1}
+    assert one.notes == two.notes and len(one.notes) == 1
+    assert np.array_equal(one.keys, two.keys) and np.array_equal(one.lengths, two.lengths) and len(one) == 130
+    assert all(np.array_equal(one.tokens(i), two.tokens(i)) and one.describe(i) == two.describe(i) for i in range(len(one)))
+
+
+def test_what_processes_send_each_other_survives_it(tmp_path):
+    tokenizer = HuggingFaceTokenizer(save_tokenizer(tmp_path, THINKING))
+    job = Job(0, Origin("a", 1), FORMATS[0], TWO_TURNS)
+    here, there = (encoder.encode(pickle.loads(pickle.dumps(job))) for encoder in (
+        RowEncoder(tokenizer, "all"), pickle.loads(pickle.dumps(RowEncoder(tokenizer, "all")))))
+    assert len(here.examples) == 2 and here.notes == there.notes
+    assert [e.response.tolist() for e in here.examples] == [e.response.tolist() for e in there.examples]
+    error = pickle.loads(pickle.dumps(SampleError("reason", "detail")))
+    assert (str(error), error.reason, error.detail) == ("reason (detail)", "reason", "detail")
+
+
+def test_template_that_cannot_be_cut_stops_the_making(tmp_path):
+    path = write(tmp_path / "chat.jsonl", [TWO_TURNS])
+    tokenizer = HuggingFaceTokenizer(save_tokenizer(tmp_path / "t", "{{ messages[-1].content }}"))
+    with pytest.raises(ValueError, match="chat template"):
+        open_chat_source(path, tokenizer, ChatOptions())
+    assert list((tmp_path / ".token_cache").iterdir()) == []
 
 
 def test_open_chat_source_needs_an_end_token(tmp_path):
