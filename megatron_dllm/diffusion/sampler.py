@@ -168,10 +168,14 @@ def generate(
 ) -> Generation:
     """Continue every prompt by ceil(max_new_tokens / C) whole canvases, or fewer where a row ends before.
 
-    `denoiser` must be fresh (nothing encoded). ValueError for prompts that do not fit it. `observe` sees every step as it happens.
+    `denoiser` must be fresh (nothing encoded). ValueError for prompts that do not fit it and for settings that make no sense. `observe`
+    sees every step as it happens.
     """
+    if len(prompts) != denoiser.num_rows:
+        raise ValueError(f"{len(prompts)} prompts for a denoiser of {denoiser.num_rows} rows; make it for as many rows as prompts")
+    check_settings(config)
+    check_prompts(denoiser, prompts, config)
     num_canvases = math.ceil(config.max_new_tokens / denoiser.canvas_length)
-    _check_prompts(denoiser, prompts, num_canvases)
     pending = [torch.tensor(prompt, dtype=torch.long, device=denoiser.device) for prompt in prompts]
     ended = torch.zeros(len(prompts), dtype=torch.bool)
     canvases, steps = [], []
@@ -190,9 +194,21 @@ def generate(
     return _result(torch.cat(canvases, dim=1), torch.stack(steps, dim=1), ended, eos_ids, pad_id)
 
 
-def _check_prompts(denoiser: Denoiser, prompts: Sequence[Sequence[int]], num_canvases: int) -> None:
-    if len(prompts) != denoiser.num_rows:
-        raise ValueError(f"{len(prompts)} prompts for a denoiser of {denoiser.num_rows} rows; make it for as many rows as prompts")
+def check_settings(config: GenerationConfig) -> None:
+    """ValueError for sampler settings out of range; names the flag."""
+    least = {"max_new_tokens": 1, "max_denoising_steps": 1, "entropy_bound": 0, "t_min": 0, "t_max": config.t_min, "stability_threshold": 0,
+             "confidence_threshold": 0}
+    for name, low in least.items():
+        value = getattr(config, name)
+        if not low <= value < math.inf:
+            raise ValueError(f"--{name.replace('_', '-')} {value}: must be at least {low} and finite")
+    if config.t_max == 0:
+        raise ValueError("--t-max 0.0: a temperature of zero divides by zero; set a small one, such as 0.01")
+
+
+def check_prompts(denoiser: Denoiser, prompts: Sequence[Sequence[int]], config: GenerationConfig) -> None:
+    """ValueError for the first prompt that, with its new canvases, is longer than the model allows, or has a token it does not know."""
+    num_canvases = math.ceil(config.max_new_tokens / denoiser.canvas_length)
     new_tokens = num_canvases * denoiser.canvas_length
     for row, prompt in enumerate(prompts):
         if len(prompt) + new_tokens > denoiser.max_positions:

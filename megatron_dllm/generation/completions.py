@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ..config import GenerationConfig
-from ..diffusion.sampler import CounterDraws, Denoiser, Observer, generate
+from ..diffusion.sampler import CounterDraws, Denoiser, Observer, check_prompts, generate
 
 
 @dataclass(frozen=True)
@@ -38,15 +38,18 @@ def complete(
     *,
     seed: int,
     batch_size: int,
-    observe: Callable[[int], Observer] | None = None,
+    observe: Callable[[int], Observer | None] | None = None,
 ) -> Iterator[Completion]:
     """The completions of all prompts, in order. `make_denoiser(n)` gives a fresh one for n rows.
 
     `observe(first)` is asked, at each batch, for what shall see its steps; `first` is the place of the batch's row 0 among the prompts.
+    ValueError, before anything is generated, for a prompt that does not fit.
     """
     for first in range(0, len(prompts), batch_size):
         batch = prompts[first : first + batch_size]
         denoiser = make_denoiser(len(batch))
+        if first == 0:
+            check_prompts(denoiser, prompts, config)
         draws = CounterDraws(
             seed, canvas_length=denoiser.canvas_length, vocab_size=denoiser.vocab_size, row_keys=range(first, first + len(batch)))
         result = generate(denoiser, batch, config, eos_ids=ends.eos_ids, pad_id=ends.pad_id, draws=draws,

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+from ..data.report import SampleError
 from ..data.tokenizers import Tokenizer
 
 
@@ -27,3 +28,14 @@ def decode_tokens(tokenizer: Tokenizer, tokens: Sequence[int], *, skip_special_t
         else:
             pieces += [f"<{token}>" for token in run]
     return "".join(pieces)
+
+
+def has_chat_template(tokenizer: Tokenizer) -> bool:
+    """Whether the tokenizer can render a conversation."""
+    try:
+        chat_prompt(tokenizer, [{"role": "user", "content": "?"}])
+    except SampleError:  # there is a template, and it wants other messages
+        return True
+    except ValueError:
+        return False
+    return True

@@ -159,6 +159,17 @@ def test_observe_sees_accepted_samples_and_fresh_noise():
     assert [step.settled.tolist() for step in steps[:2]] == [[False, False], [True, False]] and steps[-1].settled.all()
 
 
+@pytest.mark.parametrize("setting, message", [
+    ({"max_denoising_steps": 0}, "--max-denoising-steps 0: must be at least 1"),
+    ({"t_max": 0.3}, "--t-max 0.3: must be at least 0.4"),
+    ({"t_min": 0.0, "t_max": 0.0}, "temperature of zero"),
+    ({"entropy_bound": float("nan")}, "--entropy-bound nan"),
+])
+def test_settings_out_of_range_are_refused(setting, message):
+    with pytest.raises(ValueError, match=message):
+        run(ScriptedDenoiser(1, patience=[0]), [[5]], replace(CONFIG, **setting))
+
+
 @pytest.mark.parametrize("prompts, message", [
     ([[5] * 29], "29 tokens and 3 canvases of 4 .* 40 positions; shorten the prompt to 28"),
     ([[5, V]], f"token {V}, outside the model's vocabulary of {V}"),

@@ -1,0 +1,53 @@
+"""A model ready to generate: weights, tokenizer and end tokens together."""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..config import GenerationConfig
+from ..data.tokenizers import Tokenizer
+from ..diffusion.sampler import Observer
+from ..models.diffusion_gemma.inference import Session
+from ..models.diffusion_gemma.loading import load_for_inference
+from ..models.diffusion_gemma.model import DiffusionGemma
+from .completions import Completion, EndTokens, complete
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """What the tools generate with."""
+
+    model: DiffusionGemma
+    tokenizer: Tokenizer
+
+    @classmethod
+    def open(cls, path: str, device: torch.device, *, bf16: bool | None) -> LoadedModel:
+        """A run's folder, one of its checkpoints or a transformers directory. `bf16` None: as trained, but fp32 on a CPU.
+
+        ValueError for whatever cannot be used.
+        """
+        dtype = {True: torch.bfloat16, False: torch.float32, None: torch.float32 if device.type == "cpu" else None}[bf16]
+        return cls(*load_for_inference(path, device, dtype))
+
+    @property
+    def ends(self) -> EndTokens:
+        """Every id that ends a text, the model's own and those its tokenizer adds."""
+        config = self.model.config
+        return EndTokens(tuple(dict.fromkeys((*config.eos_token_id, *self.tokenizer.eos_ids))), config.pad_token_id)
+
+    def complete(self, prompts: Sequence[Sequence[int]], config: GenerationConfig, *, seed: int, batch_size: int,
+                 observe: Callable[[int], Observer | None] | None = None) -> Iterator[Completion]:
+        """See completions.complete."""
+        return complete(
+            lambda rows: Session(self.model, rows), prompts, config, self.ends, seed=seed, batch_size=batch_size, observe=observe)
+
+
+def device_of(name: str) -> torch.device:
+    """The device of --device; `auto` is CUDA where torch sees one. ValueError for a device that is not there."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch sees no CUDA device; install a CUDA build of torch, or set --device cpu")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name, 0) if name == "cuda" else torch.device(name)
