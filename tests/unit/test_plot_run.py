@@ -145,7 +145,8 @@ def test_draw_marks_values_that_are_not_finite():
 
 def test_draw_several_runs():
     other = run("b", [dict(record, iteration=record["iteration"] * 2) for record in RECORDS], {"--lr": "2"})
-    figure = draw([run(flags={"--lr": "1"}), other], ["encoder_loss", "learning_rate"], Style())
+    earlier = {"iteration": 5, "eval/" + noise_level_name("diffusion_loss", 0, 0.5): 9.0}
+    figure = draw([run(records=[earlier, *RECORDS], flags={"--lr": "1"}), other], ["encoder_loss", "learning_rate"], Style())
     lines = [line for line in panel(figure, "Encoder loss").lines if line.get_linestyle() == "-" and len(line.get_xdata())]
     assert [line.get_xdata().tolist() for line in lines] == [[10, 20, 30], [20, 40, 60]]
     assert lines[0].get_color() != lines[1].get_color()

@@ -248,17 +248,17 @@ def test_run_logger_restores_the_terminal_after_an_error(tmp_path):
 
 def test_time_left():
     now = [0.0]
-    left = TimeLeft(100, window=3, clock=lambda: now[0])
+    left = TimeLeft(100, window=2, clock=lambda: now[0])
     assert math.isnan(left.seconds())
     for iteration, seconds in ((1, 0.0), (1, 50.0), (2, 100.0)):  # the second note of an iteration does not count
         now[0] = seconds
         left.note(iteration)
     assert left.seconds() == 98 * 100
-    for iteration, seconds in ((3, 101.0), (5, 104.0)):  # the slow start leaves the window of three
+    for iteration, seconds in ((3, 101.0), (6, 105.0)):  # the slow start leaves the window of two
         now[0] = seconds
         left.note(iteration)
     assert left.iterations_per_second() == 3 / 4
-    assert left.seconds() == 95 * 4 / 3
+    assert left.seconds() == 94 * 4 / 3
 
 
 @pytest.mark.parametrize("seconds, text", [(0, "0:00:00"), (59.6, "0:01:00"), (3725, "1:02:05"), (90061, "1d 1:01:01"), (math.inf, "?")])
