@@ -159,8 +159,11 @@ class RunLogger:
     def message(self, text: str) -> None:
         """Print text; on a terminal it scrolls above the live display."""
         if self._writes:
+            # A character that the output cannot hold (a generated one, in a Latin-1 locale) must not end a training run.
+            encoding = self._console.encoding
+            shown = text.encode(encoding, "backslashreplace").decode(encoding)
             # soft_wrap: a log line stays one line in a file or a pipe, however long.
-            self._console.print(Text(text), soft_wrap=True)
+            self._console.print(Text(shown), soft_wrap=True)
 
     def close(self) -> None:
         """End the live display (its last record stays as a log line) and close every file."""

@@ -74,6 +74,7 @@ class LiveProgress:
     """Draws at the bottom of the terminal while it is open; what others print to stdout or stderr scrolls above it."""
 
     def __init__(self, console: Console, *, total_iterations: int, iteration: int, time_left: TimeLeft):
+        self._console = console
         self._time_left = time_left
         self._metrics: Text | Columns = Text("waiting for the first iteration", style="dim")
         self._history: list[float] = []
@@ -85,7 +86,8 @@ class LiveProgress:
         self._live.start()
 
     def _render(self) -> Group:
-        history = Text(sparkline(self._history, 60), style="green") if len(self._history) > 1 else Text()
+        drawn = len(self._history) > 1 and not self._console.options.ascii_only
+        history = Text(sparkline(self._history, 60), style="green") if drawn else Text()
         return Group(self._bar, self._metrics, history)
 
     def advance(self, iteration: int) -> None:

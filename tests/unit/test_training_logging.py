@@ -237,6 +237,19 @@ def test_run_logger_on_a_terminal(tmp_path):
     assert shown.count("| time left") == 1
 
 
+@pytest.mark.parametrize("terminal", [False, True])
+def test_run_logger_where_the_output_is_ascii(tmp_path, terminal):
+    raw = io.BytesIO()
+    console = Console(file=io.TextIOWrapper(raw, "ascii"), force_terminal=terminal, width=100, _environ={"TERM": "xterm"})
+    with RunLogger(tmp_path, LoggingConfig(), rank=0, total_iterations=3, console=console) as made:
+        for iteration in (1, 2):
+            made.log(iteration, {"loss": 1.0 / iteration})
+        made.log_generation(2, "é", "ü\udc80")
+    console.file.flush()
+    assert rb"\xfc\xb7" in raw.getvalue() and b"loss: 5.000000E-01" in raw.getvalue()
+    assert records(tmp_path / "generations.jsonl")[0]["text"] == "ü\udc80"
+
+
 def test_run_logger_restores_the_terminal_after_an_error(tmp_path):
     made, screen = logger(tmp_path, terminal=True)
     with pytest.raises(RuntimeError, match="boom"), made:
