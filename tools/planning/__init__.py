@@ -1,0 +1,1 @@
+"""What tools/plan.py can plan, one module each."""
