@@ -120,6 +120,7 @@ def test_build_sources_blends_by_weight_and_finds_indexed_files(tmp_path):
     order = build_order(sources.train, data, canvas_length=16, all_canvases=False, seed=0)
     first = [order.row(n).indices[0] for n in range(80)]
     assert sum(index < 30 for index in first) == 20
+    assert order.rows_before(2) == 2 * 50  # an epoch of a blend has as many rows as an epoch of each part
     assert TOKENIZER.decode(sources.train.tokens(next(i for i in first if i >= 30))) == "<bos>x = 1"
 
 
@@ -137,6 +138,16 @@ def test_build_sources_says_what_is_missing_or_does_not_fit(tmp_path):
             build_sources(data, model(), TOKENIZER, seed=0)
     with pytest.raises(ValueError, match="ids up to 263, the model's vocabulary has 200 rows"):
         build_sources(DataConfig(data_path=(chat,)), model(vocab_size=200), TOKENIZER, seed=0)
+
+
+def test_build_sources_hands_on_the_flags_of_chat_rows(tmp_path):
+    chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}] * 2
+    (tmp_path / "c.jsonl").write_text(json.dumps({"dialogue": chat}) + "\n{broken\n")
+    data = DataConfig(data_path=(str(tmp_path / "c.jsonl"),), data_columns=("messages=dialogue",), supervise_turns="last",
+                      data_cache_path=str(tmp_path / "cache"))
+    assert len(build_sources(data, model(), TOKENIZER, seed=0).train) == 1 and (tmp_path / "cache").exists()
+    with pytest.raises(ValueError, match="c.jsonl:2.*--on-bad-sample skip"):
+        build_sources(dataclasses.replace(data, on_bad_sample="error"), model(), TOKENIZER, seed=0)
 
 
 def test_build_tokenizer_counts_the_models_ends(tmp_path):

@@ -125,6 +125,8 @@ BROKEN = {
     "prompt of another kind": ("{% if add_generation_prompt %}PROMPT {{ messages[-1].content }}{% else %}" + PLAIN + "{% endif %}",
                                "put {% generation %}|does not part"),
     "answer left out": (PLAIN.replace("{{ m.content }}", "{{ m.content if m.role == 'user' else 'x' }}"), "does not part"),
+    "question repeated": (PLAIN.replace("{{ m.content }}", "{{ messages[0].content if m.role == 'assistant' }}{{ m.content }}"),
+                          "does not part"),
     "question refused": (PLAIN + "{{ raise_exception('needs a system message') }}", "needs a system message"),
 }
 
