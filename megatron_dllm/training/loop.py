@@ -28,6 +28,14 @@ from .throughput import Throughput, describe_peak, memory_metrics, peak_of
 LOGGED_GENERATIONS = 2
 
 
+@dataclass
+class SkippedSteps:
+    """Steps whose update was not made: in a row until now, and in all."""
+
+    in_a_row: int = 0
+    in_all: int = 0
+
+
 class TrainingFailed(RuntimeError):
     """The run cannot go on; the text says why, and what the last good state is."""
 
@@ -69,17 +77,20 @@ class Trainer:
               RunLogger(self.run_dir, self.run.logging, rank=rank, total_iterations=self.total_iterations, resumed_iteration=start,
                         arguments=to_flags(self.run)) as logger,
               SignalWatcher(exit_signal=training.exit_signal,
-                            on_request=lambda name: logger.message(f"{name}: finishing this step, then saving and stopping")) as signals,
+                            on_request=lambda name: logger.message(f"{name}: finishing this step, then saving and stopping"),
+                            on_abort=lambda: status.failed("interrupted twice")) as signals,
               StepProfiler(training, self.run_dir, rank=rank, device=self.context.device) as profiler):
             self._announce(logger, start)
             saver = Saver(self, logger, status)
             policy = StopPolicy(training.exit_interval, training.exit_duration_in_mins, time.monotonic())
             meter = Throughput(num_devices=self.context.world.size, peak=self._peak(), with_operations=self.run.logging.log_throughput)
-            iteration, reason, skipped = start, None, 0
+            iteration, reason, skipped, mark = start, None, SkippedSteps(), time.perf_counter()
             for prepared in training_batches(self.train, start_iteration=start, iterations=self.total_iterations):
                 profiler.before_step(iteration)
-                result = self._step(prepared, iteration, meter)
-                skipped = self._note_skipped(result, prepared, iteration, skipped, logger)
+                self.model.train()
+                result = train_step(self.model, self.optimizer, prepared.inputs, self.schedule.at(iteration))
+                mark = self._measure(prepared, meter, mark)
+                self._note_skipped(result, prepared, iteration, skipped, logger)
                 iteration += 1
                 status.progress(iteration)
                 self._report(iteration, result, meter, logger, skipped)
@@ -92,36 +103,37 @@ class Trainer:
                 reason = None
             saver.finish(iteration, reason)
 
-    def _step(self, prepared: PreparedBatch, iteration: int, meter: Throughput) -> StepResult:
-        started = time.perf_counter()
-        self.model.train()
-        result = train_step(self.model, self.optimizer, prepared.inputs, self.schedule.at(iteration))
+    def _measure(self, prepared: PreparedBatch, meter: Throughput, since: float) -> float:
+        """Count the step and the time since the one before, waiting for data included; the time now."""
         tokens = TokenCounts.of(prepared.batch.plan, self.run.objective)
         operations = step_operations(
             self.run.model, tokens, recompute=self.run.training.recompute_granularity,
             recompute_modules=self.run.training.recompute_modules)
-        meter.add(time.perf_counter() - started, tokens, operations)
-        return result
+        now = time.perf_counter()
+        meter.add(now - since, tokens, operations)
+        return now
 
-    def _note_skipped(self, result: StepResult, prepared: PreparedBatch, iteration: int, skipped: int, logger: RunLogger) -> int:
-        """How many steps in a row were skipped; TrainingFailed when they are too many."""
+    def _note_skipped(self, result: StepResult, prepared: PreparedBatch, iteration: int, skipped: SkippedSteps, logger: RunLogger) -> None:
+        """Report an update that was not made; TrainingFailed when there are too many in a row."""
         if result.is_finite:
-            return 0
+            skipped.in_a_row = 0
+            return
+        skipped.in_a_row, skipped.in_all = skipped.in_a_row + 1, skipped.in_all + 1
         text = (f"iteration {iteration + 1}: loss {result.loss}, gradient norm {result.grad_norm}: the update is skipped. "
                 f"Its examples: {prepared.batch.describe()}")
         logger.message(text)
         limit = self.run.training.max_skipped_steps
-        if skipped + 1 >= limit:
-            raise TrainingFailed(f"{text}. {skipped + 1} in a row: stopping (--max-skipped-steps {limit}); weights are those before them")
-        return skipped + 1
+        if skipped.in_a_row >= limit:
+            raise TrainingFailed(
+                f"{text}. {skipped.in_a_row} in a row: stopping (--max-skipped-steps {limit}); weights are those before them")
 
-    def _report(self, iteration: int, result: StepResult, meter: Throughput, logger: RunLogger, skipped: int) -> None:
+    def _report(self, iteration: int, result: StepResult, meter: Throughput, logger: RunLogger, skipped: SkippedSteps) -> None:
         if iteration % self.run.logging.log_interval and iteration not in (1, self.total_iterations):
             logger.advance(iteration)
             return
         logger.log(iteration, {
             "consumed_samples": iteration * self.run.training.global_batch_size, "learning_rate": self.schedule.at(iteration - 1),
-            **loss_metrics(result.terms), "grad_norm": result.grad_norm, "skipped": skipped, **meter.drain(),
+            **loss_metrics(result.terms), "grad_norm": result.grad_norm, "skipped": skipped.in_all, **meter.drain(),
             **memory_metrics(self.context.device)})
 
     def _evaluate(self, iteration: int, logger: RunLogger, saver: Saver) -> None:
