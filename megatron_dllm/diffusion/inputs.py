@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..config import ModelConfig
-from ..transformer.token_pass import LAYER_TYPES, TokenPass, token_pass
+from ..transformer.token_pass import LAYER_TYPES, SequenceSplit, TokenPass, token_pass
 from .streams import Streams, TokenStream
 
 CPU = torch.device("cpu")
@@ -71,7 +71,8 @@ def to_device(value, device: torch.device):
 
 
 def microbatch_inputs(streams: Streams, config: ModelConfig, *, dtype: torch.dtype, uniform_null: bool = False,
-                      leave_one_out: bool = False, device: torch.device = CPU) -> MicrobatchInputs:
+                      leave_one_out: bool = False, device: torch.device = CPU,
+                      split: SequenceSplit = SequenceSplit()) -> MicrobatchInputs:  # noqa: B008 (immutable)
     """A microbatch's streams and the layout of its passes. `dtype` is that of loss weights: at least fp32."""
     num_clean, again = len(streams.clean), streams.self_conditioned
     queries = np.concatenate([np.zeros(num_clean, bool), again])
@@ -86,7 +87,7 @@ def microbatch_inputs(streams: Streams, config: ModelConfig, *, dtype: torch.dty
     if kept is not None:
         second_pass = token_pass(
             config, {kind: streams.visibility.against_kept(queries, kept[kind]) for kind in LAYER_TYPES}, streams.canvas.positions[again],
-            device=device, num_clean=0)
+            device=device, num_clean=0, split=split)
         second_scored = _scored(
             [(streams.canvas.select(again), canvas_group[again], streams.observed_bonus[again])], np.ones(int(again.sum()), bool),
             leave_one_out, **place)
@@ -94,7 +95,7 @@ def microbatch_inputs(streams: Streams, config: ModelConfig, *, dtype: torch.dty
         clean=StreamInputs(_tensor(streams.clean.tokens, device)), canvas=StreamInputs(_tensor(streams.canvas.tokens, device)),
         uniform_null=uniform_null,
         first_pass=token_pass(
-            config, dict.fromkeys(LAYER_TYPES, streams.visibility), positions, device=device, num_clean=num_clean, kept=kept),
+            config, dict.fromkeys(LAYER_TYPES, streams.visibility), positions, device=device, num_clean=num_clean, kept=kept, split=split),
         first_scored=first, draft_rows=_tensor(np.flatnonzero(queries), device),
         second_tokens=_tensor(streams.canvas.tokens[again], device), second_pass=second_pass, second_scored=second_scored)
 

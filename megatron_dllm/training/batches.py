@@ -15,6 +15,7 @@ from ..diffusion.inputs import MicrobatchInputs, microbatch_inputs
 from ..diffusion.random import DrawKey, Stream
 from ..diffusion.streams import build_streams
 from ..parallel import ParallelContext
+from ..transformer.token_pass import SequenceSplit
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class BatchMaker:
     order: Order
     stream: Stream
     context: ParallelContext
+    loss_dtype: torch.dtype = torch.float32
 
     def batch(self, rows: Sequence[int], iteration: int) -> Batch:
         """The batch of these rows; `iteration` decides the canvas length where that has a schedule."""
@@ -79,8 +81,8 @@ class BatchMaker:
         streams = build_streams(
             microbatch, tokens, objective, plan.denominators, vocab_size=model.vocab_size, fill_token=model.fill_token_id)
         return microbatch_inputs(
-            streams, model, dtype=torch.float32, uniform_null=objective.self_conditioning_null == "uniform",
-            leave_one_out=objective.diffusion_loss in ("loo", "reweighted-loo"))
+            streams, model, dtype=self.loss_dtype, uniform_null=objective.self_conditioning_null == "uniform",
+            leave_one_out=objective.diffusion_loss in ("loo", "reweighted-loo"), split=SequenceSplit.of(self.context))
 
 
 @dataclass(frozen=True)

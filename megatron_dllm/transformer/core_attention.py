@@ -66,12 +66,14 @@ def _index(values, device: torch.device) -> Tensor | slice:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> Tensor:
-    """[Q, h, d] from query [Q, h, d], key and value [K, g, d]: memory linear in the sequence."""
+    """[Q, h, d] from query [Q, h, d], key and value [K, g, d]: memory linear in the sequence. Rows after the plan's are fill: zero."""
     if not plan.groups:
         return query
     outputs = [_attend_group(query, key, value, group) for group in plan.groups]
     merged = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return merged if plan.order is None else merged[plan.order]
+    in_order = merged if plan.order is None else merged[plan.order]
+    num_fill = len(query) - plan.num_queries
+    return F.pad(in_order, (0, 0, 0, 0, 0, num_fill)) if num_fill else in_order
 
 
 def _attend_group(query: Tensor, key: Tensor, value: Tensor, group: DeviceGroup) -> Tensor:

@@ -2,13 +2,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..config import ModelConfig
+from ..parallel import ParallelContext
 from .core_attention import AttentionPlan, attention_plan
 from .rotary import RotaryTable, inverse_frequencies, rotary_table
 from .visibility import Visibility
@@ -34,27 +35,74 @@ class LayerContext:
 
 
 @dataclass(frozen=True)
+class SequenceSplit:
+    """Which piece of a pass's tokens this rank has outside of attention and matrix products: number `rank` of `size` equal ones.
+
+    Under sequence parallelism tensor parallelism's own numbers; the one piece of one without it.
+    """
+
+    rank: int = 0
+    size: int = 1
+
+    @classmethod
+    def of(cls, context: ParallelContext) -> SequenceSplit:
+        """The split that a context asks for."""
+        return cls(context.tp.rank, context.tp.size) if context.sequence_parallel else cls()
+
+
+@dataclass(frozen=True)
 class TokenPass:
-    """T tokens = num_clean clean ones, then num_canvas canvas ones; `layers` by layer type."""
+    """T tokens = num_clean clean ones, then num_canvas canvas ones; `layers` by layer type.
+
+    A split into R pieces fills T up to a multiple of R. Attention sees all tokens, the fill too (as rows that no work list names); norms,
+    residuals see our piece, and experts its rows that are no fill. With 5 clean tokens, 2 canvas tokens and R = 2:
+
+        rank 0   clean clean clean clean      num_own 4, num_own_clean 4, num_own_fill 0
+        rank 1   clean canvas canvas fill     num_own 4, num_own_clean 1, num_own_fill 1
+    """
 
     num_clean: int
     num_canvas: int
     layers: Mapping[str, LayerPass]
+    split: SequenceSplit = SequenceSplit()
+    real_rows: Tensor | None = None  # int64: the rows of our piece that are no fill; None: all
+
+    @property
+    def num_tokens(self) -> int:
+        """T, without fill."""
+        return self.num_clean + self.num_canvas
+
+    @property
+    def num_own(self) -> int:
+        """Rows of our piece, fill included."""
+        return -(-self.num_tokens // self.split.size)
+
+    @property
+    def num_own_clean(self) -> int:
+        """Clean tokens of our piece, which come first."""
+        return min(max(self.num_clean - self.split.rank * self.num_own, 0), self.num_own)
+
+    @property
+    def num_own_fill(self) -> int:
+        """Rows of fill in our piece, which come last."""
+        return min(max((self.split.rank + 1) * self.num_own - self.num_tokens, 0), self.num_own)
 
     def per_stream(self, scalars: Tensor) -> Tensor:
-        """[T, 1]: of scalars [2], the first for clean tokens, the second for canvas tokens."""
-        return torch.cat([scalars[:1].expand(self.num_clean), scalars[1:].expand(self.num_canvas)])[:, None]
+        """[num_own, 1]: of scalars [2], the first for clean tokens, the second for canvas tokens (and fill)."""
+        return torch.cat([scalars[:1].expand(self.num_own_clean), scalars[1:].expand(self.num_own - self.num_own_clean)])[:, None]
 
 
 def token_pass(config: ModelConfig, visibility: Mapping[str, Visibility], positions: np.ndarray, *, device: torch.device, num_clean: int,
-               kept: Mapping[str, np.ndarray] | None = None, key_order: Mapping[str, np.ndarray] | None = None) -> TokenPass:
+               kept: Mapping[str, np.ndarray] | None = None, key_order: Mapping[str, np.ndarray] | None = None,
+               split: SequenceSplit = SequenceSplit()) -> TokenPass:  # noqa: B008 (immutable)
     """The pass of tokens at `positions` [T], of which the first `num_clean` are clean.
 
     visibility  by layer type (the types may hold different contexts), without the window, which sliding layers add
     kept        by layer type, the clean keys to hand on
     key_order   by layer type, where the visibility's clean keys stand in [context ; clean]; without it, in this order
     """
-    where = torch.from_numpy(positions).to(device)
+    filled = np.pad(positions, (0, -len(positions) % split.size))
+    where = torch.from_numpy(filled).to(device)
     layers = {}
     for kind in LAYER_TYPES:
         window = config.window_size if kind == "sliding" else None
@@ -62,7 +110,10 @@ def token_pass(config: ModelConfig, visibility: Mapping[str, Visibility], positi
         layers[kind] = LayerPass(
             rotary_table(where, layer_frequencies(config, kind, device)), plan,
             None if kept is None else torch.from_numpy(kept[kind]).to(device))
-    return TokenPass(num_clean, len(positions) - num_clean, layers)
+    made = TokenPass(num_clean, len(positions) - num_clean, layers, split)
+    if not made.num_own_fill:
+        return made
+    return replace(made, real_rows=torch.arange(made.num_own - made.num_own_fill, device=device))
 
 
 def layer_frequencies(config: ModelConfig, kind: str, device: torch.device) -> Tensor:

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...transformer.token_pass import LAYER_TYPES, LayerContext, TokenPass, token_pass
+from ...transformer.token_pass import LAYER_TYPES, LayerContext, SequenceSplit, TokenPass, token_pass
 from ...transformer.visibility import CLEAN, Visibility
 from .model import DiffusionGemma
 
@@ -23,6 +23,7 @@ class Session:
         config = model.config
         self.model, self.num_rows, self.vocab_size, self.canvas_length = model, num_rows, config.vocab_size, config.canvas_length
         self.max_positions, self.dtype, self.device = config.max_position_embeddings, model.dtype, model.context.device
+        self.split = SequenceSplit.of(model.context)
         self.lengths = np.zeros(num_rows, np.int64)
         self.held = {kind: np.zeros(num_rows, np.int64) for kind in LAYER_TYPES}
         self.contexts: dict[int, LayerContext] | None = None
@@ -42,7 +43,8 @@ class Session:
             kept[kind], held[kind] = self._keep(kind, counts, order[kind])
         x = self.model.embed(torch.cat(list(tokens)))
         appended = token_pass(
-            self.model.config, visibility, positions, device=self.device, num_clean=len(positions), kept=kept, key_order=order)
+            self.model.config, visibility, positions, device=self.device, num_clean=len(positions), kept=kept, key_order=order,
+            split=self.split)
         _, self.contexts = self.model.run_layers(x, appended, self.contexts)
         self.held, self.lengths = held, self.lengths + counts
 
@@ -71,10 +73,10 @@ class Session:
         model = self.model
         x, signal = model.embed(canvas.flatten()), None
         if self_conditioning_logits is not None:
-            signal = model.soft_signal_of(self_conditioning_logits.flatten(0, 1))
+            signal = model.own(model.soft_signal_of(self_conditioning_logits.flatten(0, 1)))
         decoding = self._pass(tuple(rows.tolist()), canvas.shape[1])
-        hidden, _ = model.run_layers(model.self_conditioning(x, signal), decoding, self.contexts)
-        return model.logits(hidden).unflatten(0, canvas.shape)
+        x, _ = model.run_layers(model.self_conditioning(x, signal), decoding, self.contexts)
+        return model.logits(model.whole(x, decoding)).unflatten(0, canvas.shape)
 
     def _pass(self, rows: tuple[int, ...], length: int) -> TokenPass:
         """The canvas pass of these rows; kept until the rows or their contexts change."""
@@ -87,5 +89,5 @@ class Session:
                 first, past = np.repeat((ends - self.held[kind])[chosen], length), np.repeat(ends[chosen], length)
                 visibility[kind] = Visibility(first, past, ids, ids, int(ends[-1]))
             positions = (self.lengths[chosen][:, None] + np.arange(length)).reshape(-1)
-            self._decoding = rows, token_pass(self.model.config, visibility, positions, device=self.device, num_clean=0)
+            self._decoding = rows, token_pass(self.model.config, visibility, positions, device=self.device, num_clean=0, split=self.split)
         return self._decoding[1]

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from ...config import ModelConfig
 from ...diffusion.inputs import MicrobatchInputs
 from ...diffusion.losses import LossTerms, loss_terms
-from ...parallel import ParallelContext, sum_over
+from ...parallel import ParallelContext, communication, gather_sequence, split_sequence, sum_grad_over, sum_over
 from ...tensor_parallel import VocabularyParallelEmbedding, linear_cross_entropy, soft_embedding
 from ...tensor_parallel.initialization import Init
+from ...tensor_parallel.vocabulary import VocabularyRange
 from ...transformer.block import TransformerBlock
 from ...transformer.mlp import MLP
 from ...transformer.norms import RMSNorm, rms_norm
@@ -28,7 +29,10 @@ Contexts = Mapping[int, LayerContext]
 
 
 class SelfConditioning(nn.Module):
-    """What a canvas token enters the stack as: norm(embedding + mlp(pre_norm(signal))), the outer norm without a weight."""
+    """What a canvas token enters the stack as: norm(embedding + mlp(pre_norm(signal))), the outer norm without a weight.
+
+    Under sequence parallelism every rank gives as many signals: the MLP gathers them.
+    """
 
     def __init__(self, config: ModelConfig, *, context: ParallelContext, init: Init, dtype: torch.dtype):
         super().__init__()
@@ -37,7 +41,7 @@ class SelfConditioning(nn.Module):
         self.mlp = MLP("self_conditioning.mlp", config.hidden_size, config.ffn_hidden_size, context=context, init=init, dtype=dtype)
 
     def forward(self, embedded: Tensor, signal: Tensor | None) -> Tensor:
-        """[T, H] from embedded and signal [T, H]. No signal is the zero signal, for which norm and MLP give exactly zero."""
+        """[T, H] from embedded [T, H] and signal [T, H], or [1, H] for all. None is the zero signal, for which norm and MLP give zero."""
         if signal is not None:
             embedded = embedded + self.mlp(self.pre_norm(signal))
         return rms_norm(embedded, None, self.eps)
@@ -63,11 +67,23 @@ class DiffusionGemma(nn.Module):
         return torch.tensor(self.config.hidden_size ** 0.5, dtype=self.dtype).item()
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """[T, H] of token ids [T]."""
+        """[T, H] of token ids [T]; under sequence parallelism our piece, T filled up to a multiple of the ranks."""
+        if self.context.sequence_parallel:
+            tokens = F.pad(tokens, (0, -len(tokens) % self.context.tp.size))
         return self.embedding(tokens) * self.embedding_scale
 
+    def whole(self, x: Tensor, token_pass: TokenPass) -> Tensor:
+        """[T, H], without fill, of our piece; the gradients of the ranks are shares."""
+        return gather_sequence(x, self.context.tp)[:token_pass.num_tokens] if self.context.sequence_parallel else x
+
+    def own(self, x: Tensor) -> Tensor:
+        """Our piece of [T, H] that all ranks have, filled up as in `embed`; the whole gradient goes back to all."""
+        if not self.context.sequence_parallel:
+            return x
+        return split_sequence(F.pad(x, (0, 0, 0, -len(x) % self.context.tp.size)), self.context.tp)
+
     def run_layers(self, x: Tensor, token_pass: TokenPass, earlier: Contexts | None = None) -> tuple[Tensor, Contexts]:
-        """Final hidden states [T, H], normed, and every layer's context where the pass keeps any."""
+        """Final hidden states, normed, of what `embed` gave (see `whole`), and every layer's context where the pass keeps any."""
         contexts = {}
         for number, layer in self.layers.items():
             x, kept = layer(x, token_pass, None if earlier is None else earlier[int(number)])
@@ -75,12 +91,13 @@ class DiffusionGemma(nn.Module):
                 contexts[int(number)] = kept
         return self.final_norm(x), contexts
 
-    def null_signal(self, like: Tensor, uniform: bool) -> Tensor | None:
-        """The signal of a canvas without a draft: zero (None), or that of a uniform distribution over the vocabulary."""
-        if not uniform:
-            return None
-        mean = sum_over(at_least_fp32(self.embedding.weight).sum(0), self.context.tp) / self.config.vocab_size
-        return mean.to(like.dtype).expand_as(like) * self.embedding_scale
+    def null_signal(self) -> Tensor:
+        """The signal [1, H] of a uniform distribution over the vocabulary."""
+        rows = self.embedding.weight.placement.region(self.embedding.weight)
+        mean = sum_over(at_least_fp32(rows).sum(0, keepdim=True), self.context.tp) / self.config.vocab_size
+        if self.context.sequence_parallel:
+            mean = sum_grad_over(mean, self.context.tp)  # each rank has the gradient of its own tokens
+        return mean.to(rows.dtype) * self.embedding_scale
 
     def soft_signal(self, draft: Tensor) -> Tensor:
         """softmax(logits of the draft) @ E * scale, [T, H] from the draft's hidden states; only E gets a gradient."""
@@ -90,29 +107,43 @@ class DiffusionGemma(nn.Module):
 
     def soft_signal_of(self, logits: Tensor) -> Tensor:
         """The same from logits [T, V] at hand, as the sampler has them (already soft-capped and scaled by its temperature)."""
-        weights = logits.softmax(-1, dtype=accumulation_dtype(logits.dtype)).to(self.embedding.weight.dtype)
-        return weights @ self.embedding.weight * self.embedding_scale
+        embedding = self.embedding.weight
+        own = VocabularyRange.of(embedding, self.config.vocab_size, self.context.tp)
+        weights = logits.softmax(-1, dtype=accumulation_dtype(logits.dtype)).to(embedding.dtype)
+        signal = weights[:, own.start:own.start + own.size] @ embedding[:own.size]
+        return sum_over(signal, self.context.tp) * self.embedding_scale
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Soft-capped logits [T, V] of final hidden states, at least fp32. For generation: training never holds them."""
+        """Soft-capped logits [T, V] of final hidden states [T, H], at least fp32, without gradient over several ranks. For generation:
+        training never holds them."""
         raw, cap = at_least_fp32(F.linear(hidden, self.embedding.weight)), self.config.final_logit_softcapping
+        if self.context.tp.size > 1:
+            raw = communication.all_gather(raw.T, self.context.tp)[:self.config.vocab_size].T
         return torch.tanh(raw / cap) * cap
 
     def forward(self, inputs: MicrobatchInputs) -> LossTerms:
         """Both losses of a microbatch, already divided by the global denominators."""
-        clean, canvas = self.embed(inputs.clean.tokens), self.embed(inputs.canvas.tokens)
-        canvas = self.self_conditioning(canvas, self.null_signal(canvas, inputs.uniform_null))
-        hidden, contexts = self.run_layers(torch.cat([clean, canvas]), inputs.first_pass)
+        # One call for both streams: under sequence parallelism each call deals its own tokens over the ranks.
+        x = self.embed(torch.cat([inputs.clean.tokens, inputs.canvas.tokens]))
+        x, contexts = self.run_layers(self.enter_canvas(x, inputs), inputs.first_pass)
+        hidden = self.whole(x, inputs.first_pass)
         terms = loss_terms(self.cross_entropy, hidden, inputs.first_scored)
         if inputs.second_pass is not None:
-            signal = self.soft_signal(hidden[inputs.draft_rows].detach())
+            signal = self.own(self.soft_signal(hidden[inputs.draft_rows].detach()))
             second = self.self_conditioning(self.embed(inputs.second_tokens), signal)
-            hidden, _ = self.run_layers(second, inputs.second_pass, contexts)
-            terms = terms + loss_terms(self.cross_entropy, hidden, inputs.second_scored)
+            x, _ = self.run_layers(second, inputs.second_pass, contexts)
+            terms = terms + loss_terms(self.cross_entropy, self.whole(x, inputs.second_pass), inputs.second_scored)
         return terms
+
+    def enter_canvas(self, x: Tensor, inputs: MicrobatchInputs) -> Tensor:
+        """The first pass's tokens, those of canvases through the self-conditioning module with the signal that stands for no draft."""
+        num_clean = inputs.first_pass.num_own_clean
+        canvas = self.self_conditioning(x[num_clean:], self.null_signal() if inputs.uniform_null else None)
+        return torch.cat([x[:num_clean], canvas])
 
     def cross_entropy(self, hidden: Tensor, **scored):
         """The fused output layer and cross entropy; see linear_cross_entropy."""
         return linear_cross_entropy(
             hidden, self.embedding.weight, softcap=self.config.final_logit_softcapping, tp=self.context.tp,
-            vocab_size=self.config.vocab_size, **scored)
+            # What comes from a gathered sequence is summed by the gather's backward.
+            vocab_size=self.config.vocab_size, sum_hidden_grad=not self.context.sequence_parallel, **scored)
