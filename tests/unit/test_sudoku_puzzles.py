@@ -14,6 +14,7 @@ from megatron_dllm.data.sudoku_puzzles import (
     grid_hash,
     grids_4x4,
     has_one_solution,
+    propagate,
     random_grids,
     relabel_into_split,
     solve,
@@ -47,6 +48,45 @@ def backtrack(puzzle, size):
 
 def philox(seed):
     return np.random.Philox(np.random.SeedSequence(seed))
+
+
+def candidates(*rows):
+    """One 4x4 board from rows of words: "124" says that these digits are possible."""
+    return np.array([[[sum(1 << int(digit) - 1 for digit in word)] for word in row.split()] for row in rows], np.uint16)
+
+
+ANY = "1234 1234 1234 1234"
+PROPAGATED = {
+    "naked single of a row": (("1 1234 2 3", ANY, ANY, ANY), (0, 1), "4"),
+    "naked single of three units": (("1234 1234 1 1234", "1234 2 1234 1234", "3 1234 1234 1234", ANY), (0, 0), "4"),
+    "hidden single of a row": (("1234 123 123 123", ANY, ANY, ANY), (0, 0), "4"),
+    "hidden single of a column": (("123 1234 1234 1234", ANY, "123 1234 1234 1234", "123 1234 1234 1234"), (1, 0), "4"),
+    "hidden single of a box": (("123 123 1234 1234", "123 1234 1234 1234", ANY, ANY), (1, 1), "4"),
+    "two steps": (("1 1234 2 3", ANY, ANY, "1234 1 1234 1234"), (1, 1), "23"),
+    "nothing to find": (("12 12 1234 1234", ANY, ANY, ANY), (0, 2), "1234"),
+}
+
+
+@pytest.mark.parametrize("case", PROPAGATED)
+def test_propagate(case):
+    rows, (row, column), expected = PROPAGATED[case]
+    other = candidates(ANY, ANY, ANY, ANY)  # boards beside it, of which nothing is known, stay as they are
+    after = propagate(np.concatenate([other, candidates(*rows), other], axis=-1))
+    assert "".join(digit for digit in "1234" if after[row, column, 1] & 1 << int(digit) - 1) == expected
+    assert (after[..., [0, 2]] == other).all()
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        ("123 123 123 123", ANY, ANY, ANY),
+        ("1234 12 12 12", ANY, ANY, ANY),
+        ("1234 1 2 1234", "1234 4 1234 1234", "3 1234 1234 1234", ANY),
+    ],
+    ids=["no place for a digit", "one place for two digits", "no digit for a cell"],
+)
+def test_propagate_empties_an_impossible_board(rows):
+    assert not propagate(candidates(*rows)).any()
 
 
 def test_solve_against_backtracking():

@@ -140,7 +140,10 @@ def test_source_refuses():
 
 BROKEN = {
     "row": "1134341221434321",
-    "only columns right": "1234123412341234",
+    "only rows right": "1234123412341234",
+    "only columns right": "1111222233334444",
+    "only columns wrong": "1234341212343412",
+    "only rows wrong": "1313242431314242",
     "only boxes wrong": "1234234134124123",
     "blank": "1234341221434320",
     "digit 5": "1234341221434325",
@@ -152,8 +155,8 @@ def test_is_solved():
     assert is_solved(cells(PUZZLE), cells(SOLVED))
     for name, text in BROKEN.items():
         assert not is_solved(cells(PUZZLE), cells(text)), name
-    # Complete without the clues: only the clues tell it apart.
-    assert is_solved(cells("." * 16), cells(BROKEN["another grid"]))
+        # Without clues each is wrong for its own reason alone, and the last is right.
+        assert is_solved(cells("." * 16), cells(text)) == (name == "another grid"), name
     both = np.stack([cells(SOLVED), cells(BROKEN["row"])])
     assert is_solved(np.stack([cells(PUZZLE)] * 2), both).tolist() == [True, False]
 
