@@ -35,7 +35,7 @@ class Router(nn.Module):
         held = accumulation_dtype(dtype)
 
         def parameter(which: str, shape: tuple[int, ...], how: Init) -> nn.Parameter:
-            placement = place(shape, context, hold_fp32=True, partial_over_tp=context.sequence_parallel)
+            placement = place(shape, context, hold_fp32=True, partial_over_tp=context.tp.size > 1)
             return make_parameter(f"{name}.{which}", placement, init=how, dtype=held, device=context.device)
 
         self.weight = parameter("weight", (config.num_experts, config.hidden_size), init)

@@ -35,7 +35,7 @@ class SelfAttention(nn.Module):
         if not config.is_full(layer):
             self.v_proj = ColumnParallelLinear(f"{name}.v_proj.weight", (keys, config.hidden_size), copies=copies, **shared)
         self.o_proj = RowParallelLinear(f"{name}.o_proj.weight", (config.hidden_size, queries), **shared)
-        norm = {"eps": self.eps, "context": context, "sharded_heads": context.tp.size > 1, "dtype": dtype}
+        norm = {"eps": self.eps, "context": context, "partial": context.tp.size > 1, "dtype": dtype}
         self.q_norm, self.k_norm = (RMSNorm(f"{name}.{which}_norm", self.head_dim, **norm) for which in "qk")
 
     def forward(self, x: Tensor, layer_pass: LayerPass, earlier: LayerContext | None) -> tuple[Tensor, LayerContext | None]:

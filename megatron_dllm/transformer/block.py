@@ -2,11 +2,12 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import ModelConfig
 from ..moe.layer import MoELayer
-from ..parallel import ParallelContext
+from ..parallel import ParallelContext, gather_replicated_sequence, split_sequence
 from ..tensor_parallel.initialization import Init
 from .attention import SelfAttention
 from .mlp import MLP
@@ -16,12 +17,15 @@ from .token_pass import LayerContext, TokenPass
 
 
 class TransformerBlock(nn.Module):
-    """x, y [T, H], tokens [clean ; canvas]:
+    """x, y [T, H], tokens [clean ; canvas] (under sequence parallelism our piece of them, TokenPass):
 
         h   = x + post_attention_layernorm(attention(input_layernorm(x)))
         d   = post_feedforward_layernorm_1(mlp(pre_feedforward_layernorm(h)))
         m   = post_feedforward_layernorm_2(experts(pre_feedforward_layernorm_2(h), router(h)))
         y   = (h + post_feedforward_layernorm(d + m)) * the scalar of the token's stream
+
+    Each token's m is computed by one tp rank: with sequence parallelism the rank whose piece it is in, fill left out; without, every rank
+    computes 1/R of the tokens, and they are gathered.
     """
 
     def __init__(self, layer: int, config: ModelConfig, *, context: ParallelContext, init: Init, dtype: torch.dtype,
@@ -29,10 +33,13 @@ class TransformerBlock(nn.Module):
         super().__init__()
         self.kind = config.layer_types[layer]
         self.recompute = recompute
+        self.tp, self.sequence_parallel = context.tp, context.sequence_parallel
         name, hidden, shared = f"layers.{layer}", config.hidden_size, {"context": context, "init": init, "dtype": dtype}
 
-        def norm(which: str) -> RMSNorm:
-            return RMSNorm(f"{name}.{which}", hidden, eps=config.norm_epsilon, context=context, dtype=dtype)
+        def norm(which: str, *, partial: bool = False) -> RMSNorm:
+            return RMSNorm(f"{name}.{which}", hidden, eps=config.norm_epsilon, context=context, dtype=dtype, partial=partial)
+
+        shares_tokens = context.tp.size > 1
 
         self.input_layernorm = norm("input_layernorm")
         self.attention = SelfAttention(f"{name}.attention", config, layer, recompute=recompute, **shared)
@@ -40,9 +47,9 @@ class TransformerBlock(nn.Module):
         self.pre_feedforward_layernorm = norm("pre_feedforward_layernorm")
         self.mlp = MLP(f"{name}.mlp", hidden, config.ffn_hidden_size, **shared)
         self.post_feedforward_layernorm_1 = norm("post_feedforward_layernorm_1")
-        self.pre_feedforward_layernorm_2 = norm("pre_feedforward_layernorm_2")
+        self.pre_feedforward_layernorm_2 = norm("pre_feedforward_layernorm_2", partial=shares_tokens)
         self.moe = MoELayer(name, config, **shared)
-        self.post_feedforward_layernorm_2 = norm("post_feedforward_layernorm_2")
+        self.post_feedforward_layernorm_2 = norm("post_feedforward_layernorm_2", partial=shares_tokens)
         self.post_feedforward_layernorm = norm("post_feedforward_layernorm")
         # The released model scales the output of each pass by a buffer of its own: [clean, canvas].
         self.register_buffer("layer_scalars", torch.ones(2, dtype=dtype, device=context.device))
@@ -55,12 +62,30 @@ class TransformerBlock(nn.Module):
         attended, kept = self.attention(self.input_layernorm(x), token_pass.layers[self.kind], earlier)
         h = x + self.post_attention_layernorm(attended)
         dense = self.recompute("mlp", self._dense, h)
-        routed = self.recompute("moe", self._routed, h)
+        routed = self.recompute("moe", self._routed, h, token_pass)
         y = h + self.post_feedforward_layernorm(dense + routed)
         return y * token_pass.per_stream(self.layer_scalars), kept
 
     def _dense(self, h: Tensor) -> Tensor:
         return self.post_feedforward_layernorm_1(self.mlp(self.pre_feedforward_layernorm(h)))
 
-    def _routed(self, h: Tensor) -> Tensor:
-        return self.post_feedforward_layernorm_2(self.moe(self.pre_feedforward_layernorm_2(h), h))
+    def _routed(self, h: Tensor, token_pass: TokenPass) -> Tensor:
+        own = self._own_tokens(h, token_pass)
+        return self._all_tokens(self.post_feedforward_layernorm_2(self.moe(self.pre_feedforward_layernorm_2(own), own)), token_pass)
+
+    def _own_tokens(self, h: Tensor, token_pass: TokenPass) -> Tensor:
+        """Of this rank's rows those whose experts it looks after: no other tp rank has them, and none is fill."""
+        if self.sequence_parallel:
+            return h[:len(h) - token_pass.num_own_fill]
+        return split_sequence(h, self.tp, near_equal_counts(len(h), self.tp.size))
+
+    def _all_tokens(self, own: Tensor, token_pass: TokenPass) -> Tensor:
+        """The inverse of `_own_tokens`; fill is zero."""
+        if self.sequence_parallel:
+            return F.pad(own, (0, 0, 0, token_pass.num_own_fill))
+        return gather_replicated_sequence(own, self.tp, near_equal_counts(token_pass.num_tokens, self.tp.size))
+
+
+def near_equal_counts(total: int, pieces: int) -> list[int]:
+    """`total` in so many pieces, the first ones longer by one: 7 in 3 is [3, 2, 2]."""
+    return [total // pieces + (piece < total % pieces) for piece in range(pieces)]

@@ -44,13 +44,13 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 class RMSNorm(nn.Module):
     """y = rms_norm(x) * weight; x, y [..., size], weight [size], equal on every rank.
 
-    With `sharded_heads`, x holds this tp rank's heads only, so the weight's gradient is this rank's share.
+    With `partial`, x is this tp rank's share of all there is (its heads, or its tokens), and so is the weight's gradient.
     """
 
-    def __init__(self, name: str, size: int, *, eps: float, context: ParallelContext, dtype: torch.dtype, sharded_heads: bool = False):
+    def __init__(self, name: str, size: int, *, eps: float, context: ParallelContext, dtype: torch.dtype, partial: bool = False):
         super().__init__()
         self.eps = eps
-        placement = place((size,), context, partial_over_tp=sharded_heads or context.sequence_parallel)
+        placement = place((size,), context, partial_over_tp=partial or context.sequence_parallel)
         self.weight = make_parameter(f"{name}.weight", placement, init=Constant(1.0), dtype=dtype, device=context.device)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -65,7 +65,6 @@ class TokenPass:
     num_canvas: int
     layers: Mapping[str, LayerPass]
     split: SequenceSplit = SequenceSplit()
-    real_rows: Tensor | None = None  # int64: the rows of our piece that are no fill; None: all
 
     @property
     def num_tokens(self) -> int:
@@ -110,10 +109,7 @@ def token_pass(config: ModelConfig, visibility: Mapping[str, Visibility], positi
         layers[kind] = LayerPass(
             rotary_table(where, layer_frequencies(config, kind, device)), plan,
             None if kept is None else torch.from_numpy(kept[kind]).to(device))
-    made = TokenPass(num_clean, len(positions) - num_clean, layers, split)
-    if not made.num_own_fill:
-        return made
-    return replace(made, real_rows=torch.arange(made.num_own - made.num_own_fill, device=device))
+    return TokenPass(num_clean, len(positions) - num_clean, layers, split)
 
 
 def layer_frequencies(config: ModelConfig, kind: str, device: torch.device) -> Tensor:
