@@ -36,6 +36,8 @@ class TerminalView:
 
     def __exit__(self, *error: object) -> None:
         self.live.stop()
+        if not self.console.is_terminal:
+            self.console.print()
 
     def show(self, frame: Frame) -> None:
         """Draw a frame: the last lines of the text, and under them the caption and the colour scale."""

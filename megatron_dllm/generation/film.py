@@ -56,7 +56,7 @@ class Frame:
 
     @property
     def caption(self) -> str:
-        state = "settled" if self.settled else f"{self.num_accepted} of {self.num_positions} accepted"
+        state = "committed" if self.settled else f"{self.num_accepted} of {self.num_positions} accepted"
         return f"canvas {self.canvas_index + 1}   step {self.step + 1}   {state}   entropy {self.mean_entropy:.3f}"
 
 
