@@ -5,6 +5,7 @@ from megatron_dllm.config.data import DataConfig
 from megatron_dllm.config.generation import GenerationConfig
 from megatron_dllm.config.logging import LoggingConfig
 from megatron_dllm.config.model import ModelConfig
+from megatron_dllm.config.moe import MoEConfig
 from megatron_dllm.config.objective import ObjectiveConfig
 from megatron_dllm.config.optimizer import OptimizerConfig
 from megatron_dllm.config.parallel import ParallelConfig
@@ -20,6 +21,7 @@ __all__ = [
     "DataConfig",
     "GenerationConfig",
     "LoggingConfig",
+    "MoEConfig",
     "ModelConfig",
     "ObjectiveConfig",
     "OptimizerConfig",

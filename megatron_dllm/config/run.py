@@ -16,6 +16,7 @@ from megatron_dllm.config.generation import GenerationConfig
 from megatron_dllm.config.logging import LoggingConfig
 from megatron_dllm.config.model import ModelConfig
 from megatron_dllm.config.model_source import ModelSource
+from megatron_dllm.config.moe import MoEConfig
 from megatron_dllm.config.objective import ObjectiveConfig
 from megatron_dllm.config.optimizer import OptimizerConfig
 from megatron_dllm.config.parallel import ParallelConfig
@@ -29,6 +30,7 @@ class RunConfig:
 
     model: ModelConfig
     parallel: ParallelConfig = ParallelConfig()
+    moe: MoEConfig = MoEConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
     data: DataConfig = DataConfig()
     training: TrainingConfig = TrainingConfig()
@@ -60,6 +62,7 @@ GROUPS: dict[str, type] = {
     "training": TrainingConfig,
     "optimizer": OptimizerConfig,
     "parallel": ParallelConfig,
+    "moe": MoEConfig,
     "logging": LoggingConfig,
     "checkpoint": CheckpointConfig,
     "generation": GenerationConfig,

@@ -1,8 +1,10 @@
 """The experts' feed-forwards over rows sorted by expert: grouped matrix products, or a loop over experts (the oracle).
 
-Legend: N rows, E experts, I expert width, H hidden.
+Legend: N rows, E experts of this rank, I expert width (of this etp rank), H hidden.
 """
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -13,15 +15,18 @@ from ..parallel import ParallelContext, place
 from ..tensor_parallel.initialization import Init, make_parameter
 from ..transformer.activations import gated_gelu
 
+ExpertProduct = Callable[[Tensor, Tensor, Tensor], Tensor]
+ALIGNMENT_BYTES = 16  # grouped_mm wants the start of every row on such a boundary
+
 
 class Experts(nn.Module):
-    """down_e(gelu(gate_e(x)) * up_e(x)) for the expert e of each row.
+    """down_e(gelu(gate_e(x)) * up_e(x)) for the expert e of each row. With etp, our share of it: the sum over etp is the whole.
 
         gate_up  [E, 2, I, H]   gate and up on an axis of their own, so that a cut along I stays a rectangle
         down     [E, H, I]
     """
 
-    def __init__(self, name: str, config: ModelConfig, *, context: ParallelContext, init: Init, dtype: torch.dtype):
+    def __init__(self, name: str, config: ModelConfig, *, context: ParallelContext, init: Init, dtype: torch.dtype, grouped: bool = True):
         super().__init__()
         num_experts, inner, hidden = config.num_experts, config.moe_ffn_hidden_size, config.hidden_size
 
@@ -31,25 +36,40 @@ class Experts(nn.Module):
 
         self.gate_up = parameter("gate_up", (num_experts, 2, inner, hidden))
         self.down = parameter("down", (num_experts, hidden, inner))
+        self.product = choose_product(dtype, hidden, self.down.shape[2], grouped=grouped)
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """[N, H] from rows [N, H], sorted by expert; counts int64 [E]. An expert without rows still gets a (zero) gradient."""
-        hidden = grouped_linear(rows, self.gate_up.flatten(1, 2), counts)
+        hidden = self.product(rows, self.gate_up.flatten(1, 2), counts)
         gate, up = hidden.chunk(2, dim=-1)
-        return grouped_linear(gated_gelu(gate, up), self.down, counts)
+        return self.product(gated_gelu(gate, up), self.down, counts)
+
+
+def choose_product(dtype: torch.dtype, hidden: int, inner: int, *, grouped: bool) -> ExpertProduct:
+    """The grouped product where torch has it on every device (bf16) and the rows of both sizes lie as it wants; otherwise the loop."""
+    aligned = all(size * dtype.itemsize % ALIGNMENT_BYTES == 0 for size in (hidden, inner))
+    return grouped_linear if grouped and dtype == torch.bfloat16 and aligned else looped_linear
 
 
 def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """[N, out]: rows [N, in] times the transposed weight [E, out, in] of each row's expert.
-
-    bf16 goes to torch's grouped product; other types, for which it has no kernel everywhere, to the loop.
-    """
-    if rows.dtype == torch.bfloat16:
-        return F.grouped_mm(rows, weight.transpose(1, 2), offs=counts.cumsum(0).to(torch.int32))
-    return looped_linear(rows, weight, counts)
+    """[N, out]: rows [N, in] times the transposed weight [E, out, in] of each row's expert."""
+    product = F.grouped_mm(rows, weight.transpose(1, 2), offs=counts.cumsum(0).to(torch.int32))
+    return _ContiguousGradient.apply(product)
 
 
 def looped_linear(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """The same, one product an expert. Reads the counts on the host."""
     parts = rows.split(counts.tolist())
     return torch.cat([F.linear(part, expert) for part, expert in zip(parts, weight.unbind(0), strict=True)])
+
+
+class _ContiguousGradient(torch.autograd.Function):
+    """The identity. grouped_mm's backward refuses gradients with strides of zero, which broadcasts make."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return grad.contiguous()

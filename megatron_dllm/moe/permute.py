@@ -1,6 +1,6 @@
 """Moving tokens into expert order and back, deterministic in both directions (gathers only, no atomic adds).
 
-Legend: T tokens, k experts a token, N = T * k rows in expert order, H hidden, E experts.
+Legend: T tokens, k experts a token, N <= T * k rows in expert order, H hidden, E experts.
 """
 from __future__ import annotations
 
@@ -13,58 +13,114 @@ from torch import Tensor
 @dataclass(frozen=True)
 class Permutation:
     """slot int64 [N]: the (token, choice) slot t * k + c that row n holds, rows sorted by expert, then by slot; row int64 [T, k]: its
-    inverse; counts int64 [E]: rows of each expert."""
+    inverse, N for a choice that has no row; counts int64 [E]: rows of each expert. `is_partial`: some choice has no row."""
 
     slot: Tensor
     row: Tensor
     counts: Tensor
+    is_partial: bool = False
 
 
 def sort_by_expert(indices: Tensor, num_experts: int) -> Permutation:
     """The permutation of routing choices `indices` [T, k]."""
     flat = indices.reshape(-1)
     slot = torch.argsort(flat, stable=True)
-    row = torch.empty_like(slot)
-    row[slot] = torch.arange(len(slot), device=slot.device)
-    return Permutation(slot, row.view(indices.shape), torch.bincount(flat, minlength=num_experts))
+    return Permutation(slot, _inverse(slot).view(indices.shape), torch.bincount(flat, minlength=num_experts))
+
+
+def sort_by_local_expert(indices: Tensor, num_experts: int, num_rows: int) -> Permutation:
+    """The same where only `num_rows` of the choices [T, k] are of these experts; the others are -1 and get no row."""
+    flat = indices.reshape(-1)
+    counts = torch.bincount(torch.where(flat < 0, num_experts, flat), minlength=num_experts + 1)[:num_experts]
+    slot = torch.argsort(torch.where(flat < 0, num_experts, flat), stable=True)
+    return Permutation(slot[:num_rows], _inverse(slot).clamp_(max=num_rows).view(indices.shape), counts, is_partial=True)
+
+
+def _inverse(order: Tensor) -> Tensor:
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(len(order), device=order.device)
+    return inverse
+
+
+def _taken(rows: Tensor, row: Tensor, is_partial: bool) -> Tensor:
+    """[T, k, H]: the row of each choice, zero where it has none."""
+    return (torch.cat([rows, rows.new_zeros(1, rows.shape[1])]) if is_partial else rows)[row]
 
 
 class _Permute(torch.autograd.Function):
     """rows[n] = x[slot[n] // k]; backward: dx[t] = sum over choices of drows[row[t, c]]."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, slot: Tensor, row: Tensor) -> Tensor:
+    def forward(ctx, x: Tensor, slot: Tensor, row: Tensor, is_partial: bool) -> Tensor:
         ctx.save_for_backward(row)
+        ctx.is_partial = is_partial
         return x[slot // row.shape[1]]
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         row, = ctx.saved_tensors
-        return grad[row].sum(1), None, None
+        return _taken(grad, row, ctx.is_partial).sum(1), None, None, None
 
 
 class _Unpermute(torch.autograd.Function):
     """y[t] = sum over choices of weights[t, c] * rows[row[t, c]], in the dtype of the weights, cast to the rows' dtype."""
 
     @staticmethod
-    def forward(ctx, rows: Tensor, weights: Tensor, slot: Tensor, row: Tensor) -> Tensor:
+    def forward(ctx, rows: Tensor, weights: Tensor, slot: Tensor, row: Tensor, is_partial: bool) -> Tensor:
         ctx.save_for_backward(rows, weights, slot, row)
-        return torch.einsum("tkh,tk->th", rows[row].to(weights.dtype), weights).to(rows.dtype)
+        ctx.is_partial = is_partial
+        return torch.einsum("tkh,tk->th", _taken(rows, row, is_partial).to(weights.dtype), weights).to(rows.dtype)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         rows, weights, slot, row = ctx.saved_tensors
         wide = grad.to(weights.dtype)
         grad_rows = (wide[slot // row.shape[1]] * weights.reshape(-1)[slot][:, None]).to(rows.dtype)
-        grad_weights = torch.einsum("tkh,th->tk", rows[row].to(weights.dtype), wide)
-        return grad_rows, grad_weights, None, None
+        grad_weights = torch.einsum("tkh,th->tk", _taken(rows, row, ctx.is_partial).to(weights.dtype), wide)
+        return grad_rows, grad_weights, None, None, None
+
+
+class _Reorder(torch.autograd.Function):
+    """rows[n] = x[order[n]], a permutation, so its gradient is a gather by the inverse."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return x[order]
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        inverse, = ctx.saved_tensors
+        return grad[inverse], None, None
+
+
+@dataclass(frozen=True)
+class RowOrder:
+    """A permutation of rows: `order` int64 [N] says which row comes to place n, `inverse` [N] where row n goes."""
+
+    order: Tensor
+    inverse: Tensor
+
+    @classmethod
+    def sorting(cls, keys: Tensor) -> RowOrder:
+        """Rows by their keys [N]; equal keys keep their order."""
+        order = torch.argsort(keys, stable=True)
+        return cls(order, _inverse(order))
+
+    def apply(self, x: Tensor) -> Tensor:
+        """x [N, H] in this order."""
+        return _Reorder.apply(x, self.order, self.inverse)
+
+    def undo(self, rows: Tensor) -> Tensor:
+        """The inverse of `apply`."""
+        return _Reorder.apply(rows, self.inverse, self.order)
 
 
 def permute(x: Tensor, permutation: Permutation) -> Tensor:
     """[N, H] in expert order from x [T, H]."""
-    return _Permute.apply(x, permutation.slot, permutation.row)
+    return _Permute.apply(x, permutation.slot, permutation.row, permutation.is_partial)
 
 
 def unpermute(rows: Tensor, weights: Tensor, permutation: Permutation) -> Tensor:
     """[T, H]: each token's rows [N, H], weighted by `weights` [T, k] and summed."""
-    return _Unpermute.apply(rows, weights, permutation.slot, permutation.row)
+    return _Unpermute.apply(rows, weights, permutation.slot, permutation.row, permutation.is_partial)

@@ -26,7 +26,8 @@ class Routing:
 class Router(nn.Module):
     """softmax(proj(norm(x) * scale * H^-0.5)), the k largest, renormalised, times per_expert_scale.
 
-    Reads the raw residual, not the experts' normed input. Its parameters are held in at least fp32 and equal on every rank.
+    Reads the raw residual, not the experts' normed input. Its parameters are held in at least fp32 and equal on every rank. Each tp rank
+    routes tokens of its own (see MoELayer), so their gradients are summed over tp.
     """
 
     def __init__(self, name: str, config: ModelConfig, *, context: ParallelContext, init: Init, dtype: torch.dtype):
@@ -42,9 +43,13 @@ class Router(nn.Module):
         self.scale = parameter("scale", (config.hidden_size,), Constant(1.0))
         self.per_expert_scale = parameter("per_expert_scale", (config.num_experts,), Constant(1.0))
 
-    def forward(self, x: Tensor) -> Routing:
+    def forward(self, x: Tensor, indices: Tensor | None = None) -> Routing:
+        """The routing of x [T, H]; with `indices` [T, k], which a recompute has from its forward, the weights at these."""
         scaled = rms_norm(at_least_fp32(x), None, self.eps) * self.scale * self.root
         probabilities = F.linear(scaled, at_least_fp32(self.weight)).softmax(-1)
-        chosen, indices = probabilities.topk(self.topk, dim=-1)
+        if indices is None:
+            indices = probabilities.detach().topk(self.topk, dim=-1).indices
+        # Read by index in both cases, so that a replay keeps and computes exactly what the forward did.
+        chosen = probabilities.gather(-1, indices)
         weights = chosen / chosen.sum(-1, keepdim=True) * self.per_expert_scale[indices]
         return Routing(indices, weights, probabilities)

@@ -5,8 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..config import ModelConfig
+from ..config import ModelConfig, MoEConfig
 from ..moe.layer import MoELayer
+from ..moe.replay import NOT_CHECKPOINTED, Call
 from ..parallel import ParallelContext, gather_replicated_sequence, split_sequence
 from ..tensor_parallel.initialization import Init
 from .attention import SelfAttention
@@ -29,7 +30,7 @@ class TransformerBlock(nn.Module):
     """
 
     def __init__(self, layer: int, config: ModelConfig, *, context: ParallelContext, init: Init, dtype: torch.dtype,
-                 recompute: Recompute):
+                 recompute: Recompute, moe: MoEConfig = MoEConfig()):  # noqa: B008 (immutable)
         super().__init__()
         self.kind = config.layer_types[layer]
         self.recompute = recompute
@@ -48,7 +49,9 @@ class TransformerBlock(nn.Module):
         self.mlp = MLP(f"{name}.mlp", hidden, config.ffn_hidden_size, **shared)
         self.post_feedforward_layernorm_1 = norm("post_feedforward_layernorm_1")
         self.pre_feedforward_layernorm_2 = norm("pre_feedforward_layernorm_2", partial=shares_tokens)
-        self.moe = MoELayer(name, config, **shared)
+        self.moe = MoELayer(name, config, moe=moe, **shared)
+        # A part that is recomputed by itself runs by itself; otherwise the dense MLP runs while tokens are on their way to the experts.
+        self.feed_forward = self._apart if "moe" in recompute.parts else self._overlapped
         self.post_feedforward_layernorm_2 = norm("post_feedforward_layernorm_2", partial=shares_tokens)
         self.post_feedforward_layernorm = norm("post_feedforward_layernorm")
         # The released model scales the output of each pass by a buffer of its own: [clean, canvas].
@@ -56,22 +59,32 @@ class TransformerBlock(nn.Module):
 
     def forward(self, x: Tensor, token_pass: TokenPass, earlier: LayerContext | None) -> tuple[Tensor, LayerContext | None]:
         """y [T, H] and the layer's context for a later pass; recomputed in the backward where the configuration says so."""
-        return self.recompute("block", self._forward, x, token_pass, earlier)
+        return self.recompute.with_moe("block", self._forward, NOT_CHECKPOINTED, x, token_pass, earlier)
 
-    def _forward(self, x: Tensor, token_pass: TokenPass, earlier: LayerContext | None) -> tuple[Tensor, LayerContext | None]:
+    def _forward(self, call: Call, x: Tensor, token_pass: TokenPass,
+                 earlier: LayerContext | None) -> tuple[Tensor, LayerContext | None]:
         attended, kept = self.attention(self.input_layernorm(x), token_pass.layers[self.kind], earlier)
         h = x + self.post_attention_layernorm(attended)
-        dense = self.recompute("mlp", self._dense, h)
-        routed = self.recompute("moe", self._routed, h, token_pass)
-        y = h + self.post_feedforward_layernorm(dense + routed)
+        y = h + self.post_feedforward_layernorm(self.feed_forward(call, h, token_pass))
         return y * token_pass.per_stream(self.layer_scalars), kept
+
+    def _apart(self, call: Call, h: Tensor, token_pass: TokenPass) -> Tensor:
+        """d + m."""
+        return self.recompute("mlp", self._dense, h) + self.recompute.with_moe("moe", self._routed, call, h, token_pass)
+
+    def _overlapped(self, call: Call, h: Tensor, token_pass: TokenPass) -> Tensor:
+        """d + m."""
+        own = self._own_tokens(h, token_pass)
+        trip = self.moe.start(self.pre_feedforward_layernorm_2(own), own, call)
+        dense = self.recompute("mlp", self._dense, h)
+        return dense + self._all_tokens(self.post_feedforward_layernorm_2(self.moe.finish(trip)), token_pass)
 
     def _dense(self, h: Tensor) -> Tensor:
         return self.post_feedforward_layernorm_1(self.mlp(self.pre_feedforward_layernorm(h)))
 
-    def _routed(self, h: Tensor, token_pass: TokenPass) -> Tensor:
+    def _routed(self, call: Call, h: Tensor, token_pass: TokenPass) -> Tensor:
         own = self._own_tokens(h, token_pass)
-        return self._all_tokens(self.post_feedforward_layernorm_2(self.moe(self.pre_feedforward_layernorm_2(own), own)), token_pass)
+        return self._all_tokens(self.post_feedforward_layernorm_2(self.moe(self.pre_feedforward_layernorm_2(own), own, call)), token_pass)
 
     def _own_tokens(self, h: Tensor, token_pass: TokenPass) -> Tensor:
         """Of this rank's rows those whose experts it looks after: no other tp rank has them, and none is fill."""

@@ -1,0 +1,1 @@
+"""Token dispatchers: how rows get to their experts' ranks and back."""

@@ -1,0 +1,52 @@
+"""What every dispatcher does, in phases, so that its transfers run beside other work.
+
+    plan = dispatcher.prepare(indices)         where every row goes; what dispatch replay records
+    trip = dispatcher.trip(plan, weights)
+    trip.dispatch(x)                           starts sending rows to the ranks of their experts
+        ... the dense MLP of the layer ...
+    rows, counts = trip.after_dispatch()       the rows of our experts, in expert order
+    trip.combine(experts(rows, counts))        starts sending results back
+        ... other ready work ...
+    y = trip.after_combine()                   each token's results, weighted and summed
+
+Backward runs the same phases the other way round, with the same overlap: autograd takes nodes in the reverse of the order in which they
+were made.
+
+Legend: T tokens of this rank, k choices a token, E experts, L of them here, N rows of these.
+"""
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Tensor
+
+LAYOUT_EXCHANGE = "layout_exchange"  # the kind under which the communication log counts what a replay spares
+
+
+class Trip(Protocol):
+    """One dispatch and its way back. Its phases are called once each, in the order of the module's docstring."""
+
+    def dispatch(self, x: Tensor) -> None:
+        """Start sending x [T, H]."""
+
+    def after_dispatch(self) -> tuple[Tensor, Tensor]:
+        """(rows [N, H] in expert order, counts int64 [L])."""
+
+    def combine(self, rows: Tensor) -> None:
+        """Start sending results [N, H] back (with etp, our share of each, which is summed on the way)."""
+
+    def after_combine(self) -> Tensor:
+        """[T, H]."""
+
+
+class Dispatcher(Protocol):
+    """Holds groups and buffers, no state of a call: several trips may be under way."""
+
+    def prepare(self, indices: Tensor) -> Any:
+        """The plan of routing choices int64 [T, k]. Collective: every rank of the expert group calls it, those without tokens too.
+
+        A plan is used again for the recompute of its call: a second trip with it exchanges no layout.
+        """
+
+    def trip(self, plan: Any, weights: Tensor) -> Trip:
+        """A trip of tokens whose choices have `weights` [T, k], at least fp32."""

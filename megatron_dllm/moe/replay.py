@@ -1,0 +1,146 @@
+"""Dispatch replay: under activation recompute, a layer's routing decision is made once and used again.
+
+The forward of a checkpointed call records, for each MoE layer in it, the chosen experts and the dispatcher's plan (permutation, counts,
+split sizes, the backend's own handle); its recompute takes them from the record, in the same order, and computes only the probabilities
+anew, at the recorded indices. So a recompute exchanges no layout, and tokens cannot go elsewhere than in the forward when rounding differs.
+
+Each checkpointed call owns its log and each run of it its own place in that log: threads share nothing but the monitor's counts.
+"""
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class ReplayError(RuntimeError):
+    """What a recompute meets is not what its forward recorded; the gradients of the step cannot be used."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """What one MoE layer did in one forward: `indices` int64 [T, k], the dispatcher's `plan`, and the indices' fingerprint at that time."""
+
+    layer: str
+    indices: Tensor
+    plan: Any
+    fingerprint: Tensor
+
+    @classmethod
+    def of(cls, layer: str, indices: Tensor, plan: Any) -> Record:
+        return cls(layer, indices, plan, fingerprint(indices))
+
+
+def fingerprint(indices: Tensor) -> Tensor:
+    """int64 []: a sum in which every place has a weight of its own, modulo 2^64. Computed where `indices` are, without waiting."""
+    flat = indices.reshape(-1)
+    place = torch.arange(1, len(flat) + 1, device=flat.device)
+    return ((flat + 1) * (place * 0x2545F4914F6CDD1D).bitwise_xor(place << 7)).sum()
+
+
+@dataclass(frozen=True)
+class ReplayReport:
+    """Of the recomputes since the last report: dispatches replayed, dispatches made anew, layers whose record changed."""
+
+    hits: int
+    misses: int
+    corrupted: tuple[str, ...]
+
+    def check(self, rank: int) -> None:
+        """ReplayError, naming layers and rank, if a record changed between forward and recompute."""
+        if self.corrupted:
+            raise ReplayError(
+                f"rank {rank}: the routing recorded by {', '.join(self.corrupted)} changed before its recompute, so the gradients of the "
+                "step are wrong and not used; something writes to memory that is not its own (--no-moe-recompute-replay runs without records)")
+
+
+@dataclass
+class ReplayMonitor:
+    """Adds up over all calls of a model; `report` once a step. Safe to use from several threads."""
+
+    _hits: int = 0
+    _misses: int = 0
+    _differs: dict[str, Tensor] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def note_hit(self, layer: str, differs: Tensor) -> None:
+        """A replay; `differs` bool [] stays on the device until the report."""
+        with self._lock:
+            self._hits += 1
+            self._differs[layer] = differs | self._differs[layer] if layer in self._differs else differs
+
+    def note_miss(self) -> None:
+        """A recompute that dispatched anew."""
+        with self._lock:
+            self._misses += 1
+
+    def report(self) -> ReplayReport:
+        """What was noted since the last call. Reads the device once if anything was replayed."""
+        with self._lock:
+            hits, misses, differs = self._hits, self._misses, self._differs
+            self._hits, self._misses, self._differs = 0, 0, {}
+        flags = torch.stack(list(differs.values())).tolist() if differs else []
+        return ReplayReport(hits, misses, tuple(layer for layer, changed in zip(differs, flags, strict=True) if changed))
+
+
+class Call:
+    """How MoE layers take part in the run that they are called in: outside any checkpoint, they neither record nor replay."""
+
+    is_recompute = False
+
+    def recorded(self, layer: str, num_tokens: int) -> Record | None:
+        """The record to follow, or None to decide anew."""
+        return None
+
+    def record(self, record: Record) -> None:
+        """Keep what a layer decided."""
+
+
+NOT_CHECKPOINTED = Call()
+
+
+class CallLog:
+    """The records of one checkpointed call, written by its first run, the forward, and read by every later one."""
+
+    def __init__(self, monitor: ReplayMonitor, *, replays: bool):
+        self.monitor, self.replays = monitor, replays
+        self.records: list[Record] = []
+        self.has_run = False
+
+    def next_run(self) -> Call:
+        """What the layers of the run that starts now get."""
+        first, self.has_run = not self.has_run, True
+        return _Forward(self) if first else _Recompute(self)
+
+
+class _Forward(Call):
+    def __init__(self, log: CallLog):
+        self.log = log
+
+    def record(self, record: Record) -> None:
+        if self.log.replays:
+            self.log.records.append(record)
+
+
+class _Recompute(Call):
+    is_recompute = True
+
+    def __init__(self, log: CallLog):
+        self.log, self.next = log, 0
+
+    def recorded(self, layer: str, num_tokens: int) -> Record | None:
+        log, number = self.log, self.next
+        self.next += 1
+        if number >= len(log.records):
+            log.monitor.note_miss()
+            return None
+        record = log.records[number]
+        if (record.layer, len(record.indices)) != (layer, num_tokens):
+            raise ReplayError(
+                f"recompute: {layer} with {num_tokens} tokens comes where the forward had {record.layer} with {len(record.indices)} "
+                f"(call {number} of this checkpoint); a checkpointed function must make the same calls each time")
+        log.monitor.note_hit(layer, fingerprint(record.indices) != record.fingerprint)
+        return record
