@@ -53,8 +53,9 @@ class ReplayReport:
         """ReplayError, naming layers and rank, if a record changed between forward and recompute."""
         if self.corrupted:
             raise ReplayError(
-                f"rank {rank}: the routing recorded by {', '.join(self.corrupted)} changed before its recompute, so the gradients of the "
-                "step are wrong and not used; something writes to memory that is not its own (--no-moe-recompute-replay runs without records)")
+                f"rank {rank}: the routing recorded by {', '.join(self.corrupted)} changed before its recompute, so the gradients of "
+                "this step are wrong and not used; something writes to memory that is not its own "
+                "(--no-moe-recompute-replay runs without records)")
 
 
 @dataclass

@@ -20,7 +20,8 @@ def build_model(run: RunConfig, context: ParallelContext, *, init: Init | None =
     """The model of a run with initial weights; frozen parts ask for no gradient and are held in the compute dtype."""
     model = DiffusionGemma(
         run.model, context=context, init=init or Initializer(run.training.seed, run.model.init_method_std),
-        dtype=dtype or (torch.bfloat16 if run.training.bf16 else torch.float32), recompute=Recompute.from_config(run.training))
+        dtype=dtype or (torch.bfloat16 if run.training.bf16 else torch.float32),
+        recompute=Recompute.from_config(run.training, run.moe), moe=run.moe)
     if run.objective.freeze_router:
         for block in model.layers.values():
             for parameter in block.moe.router.parameters():

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...config import ModelConfig
+from ...config import ModelConfig, MoEConfig
 from ...diffusion.inputs import MicrobatchInputs
 from ...diffusion.losses import LossTerms, loss_terms
 from ...parallel import ParallelContext, communication, gather_sequence, split_sequence, sum_grad_over, sum_over
@@ -51,14 +51,14 @@ class DiffusionGemma(nn.Module):
     """The model whole. Parameter names are global: layers carry their number in the model, not in a stage."""
 
     def __init__(self, config: ModelConfig, *, context: ParallelContext, init: Init, dtype: torch.dtype = torch.float32,
-                 recompute: Recompute = Recompute(frozenset())):  # noqa: B008 (immutable)
+                 recompute: Recompute = Recompute(frozenset()), moe: MoEConfig = MoEConfig()):  # noqa: B008 (immutable)
         super().__init__()
-        self.config, self.context, self.dtype = config, context, dtype
+        self.config, self.context, self.dtype, self.recompute = config, context, dtype, recompute
         shared = {"context": context, "init": init, "dtype": dtype}
         self.embedding = VocabularyParallelEmbedding("embedding.weight", (config.vocab_size, config.hidden_size), **shared)
         self.self_conditioning = SelfConditioning(config, **shared)
         self.layers = nn.ModuleDict(
-            {str(layer): TransformerBlock(layer, config, recompute=recompute, **shared) for layer in range(config.num_layers)})
+            {str(layer): TransformerBlock(layer, config, recompute=recompute, moe=moe, **shared) for layer in range(config.num_layers)})
         self.final_norm = RMSNorm("final_norm", config.hidden_size, eps=config.norm_epsilon, context=context, dtype=dtype)
 
     @property
