@@ -7,7 +7,7 @@
     python tools/evaluate.py --load runs/code --generate 50 --score my_module:compiles --output result.json --answers answers.jsonl
 
 --load takes a run's folder or checkpoint, whose own flags then hold (data, objective, sampler), or a transformers directory. Any flag of
-pretrain_dllm.py may follow and replaces the run's. A score is exact, sudoku, regex:PATTERN (its last match's group must be the reference's;
+pretrain_dllm.py may follow and replaces the run's. Precision is that of training, but fp32 on a CPU, unless --bf16 or --no-bf16 follows. A score is exact, sudoku, regex:PATTERN (its last match's group must be the reference's;
 without a group it must match) or module:function, a function of an Answer (megatron_dllm.generation.quality).
 """
 from __future__ import annotations
@@ -86,7 +86,8 @@ def measure(arguments: argparse.Namespace, flags: Sequence[str]) -> dict[str, An
     """Everything that was asked for, ready for JSON; ValueError for what the user can mend."""
     scores = {name: open_score(name) for name in arguments.score or ["exact"]}
     run = configure(arguments, flags)
-    loaded = LoadedModel.open(arguments.load, device_of(run.training.device), bf16=run.training.bf16)
+    told = {"--bf16", "--no-bf16"} & set(flags)
+    loaded = LoadedModel.open(arguments.load, device_of(run.training.device), bf16=run.training.bf16 if told else None)
     problems = check_against_checkpoint(run, loaded.model.config)
     if problems:
         raise ValueError(format_problems(problems))
@@ -107,7 +108,7 @@ def measure(arguments: argparse.Namespace, flags: Sequence[str]) -> dict[str, An
 def configure(arguments: argparse.Namespace, flags: Sequence[str]) -> RunConfig:
     """The run's own configuration with the given flags on top, on one process, at the model's full canvas length."""
     if (Path(arguments.load) / "config.json").is_file():
-        words = ["--pretrained-checkpoint", arguments.load, "--train-iters", "1", "--bf16"]
+        words = ["--pretrained-checkpoint", arguments.load, "--train-iters", "1"]
     else:
         words = [f"@{open_run(Path(arguments.load)).path / store.ARGUMENTS}"]
     run = parse_run([*words, *flags])

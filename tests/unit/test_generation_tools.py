@@ -14,6 +14,7 @@ from megatron_dllm.checkpoint import store
 from megatron_dllm.checkpoint.model_state import named_tensors
 from megatron_dllm.config import parse, to_arguments_text
 from megatron_dllm.models.diffusion_gemma.build import build_model
+from megatron_dllm.models.diffusion_gemma.transformers_directory import Export
 from megatron_dllm.parallel import ParallelContext
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -149,6 +150,37 @@ def test_evaluate_chat_with_other_sampler_flags(chat_run, tmp_path):
 def test_evaluate_refuses(chat_run, capsys, flags, message):
     assert tool("evaluate").main(["--load", chat_run, *flags]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def transformers_folder(tmp_path_factory):
+    pytest.importorskip("transformers", minversion="5.23", reason="the model needs transformers >= 5.23")
+    from tests.unit.small_tokenizers import save_tokenizer
+
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("export") / "model"
+    run = parse([*TINY, "--eos-token-id", "4"])
+    tensors = {name: tensor.detach() for name, tensor in named_tensors(build_model(run, ParallelContext.single()))}
+    Export(run.model, tensors.__getitem__, torch.float32).write(folder)
+    save_tokenizer(folder)
+    return folder
+
+
+def test_generate_from_a_transformers_folder(transformers_folder, tmp_path, capsys):
+    out = tmp_path / "answers.jsonl"
+    assert tool("generate").main(["--load", str(transformers_folder), "--prompt", "a", "--max-new-tokens", "16", "--max-denoising-steps",
+                                  "2", "--output", str(out)]) == 0
+    assert "messages to the chat template" in capsys.readouterr().err and lines(out)[0]["steps"] == [2]
+
+
+def test_evaluate_a_transformers_folder(transformers_folder, tmp_path):
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps({"prompt": f"q{i}", "completion": "yes" * i}) + "\n" for i in range(1, 9)))
+    output = tmp_path / "result.json"
+    assert tool("evaluate").main(["--load", str(transformers_folder), "--data-path", str(tmp_path / "data.jsonl"), "--split", "50,50,0",
+                                  "--seq-length", "64", "--losses", "4", "--generate", "2", "--batch-size", "2", "--no-bf16",
+                                  "--max-denoising-steps", "2", "--output", str(output)]) == 0
+    result = json.loads(output.read_text())
+    assert result["generation"]["examples"] == 2 and 0.5 < result["losses"]["autoregressive_loss"] / math.log(512) < 3
 
 
 @pytest.mark.slow
