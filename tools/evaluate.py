@@ -7,8 +7,9 @@
     python tools/evaluate.py --load runs/code --generate 50 --score my_module:compiles --output result.json --answers answers.jsonl
 
 --load takes a run's folder or checkpoint, whose own flags then hold (data, objective, sampler), or a transformers directory. Any flag of
-pretrain_dllm.py may follow and replaces the run's. Precision is that of training, but fp32 on a CPU, unless --bf16 or --no-bf16 follows. A score is exact, sudoku, regex:PATTERN (its last match's group must be the reference's;
-without a group it must match) or module:function, a function of an Answer (megatron_dllm.generation.quality).
+pretrain_dllm.py may follow and replaces the run's. Precision is that of training, but fp32 on a CPU, unless --bf16 or --no-bf16 follows.
+A score is exact, sudoku, regex:PATTERN (its last match's group must be the reference's; without a group it must match) or
+module:function, a function of an Answer (megatron_dllm.generation.quality).
 """
 from __future__ import annotations
 
