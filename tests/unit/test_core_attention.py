@@ -1,0 +1,59 @@
+"""megatron_dllm.transformer.core_attention: the fast path against the dense oracle, values and gradients."""
+import numpy as np
+import pytest
+import torch
+
+from megatron_dllm.transformer.core_attention import attend, attend_dense, attention_plan
+from megatron_dllm.transformer.visibility import CLEAN, Visibility
+from tests.unit.test_visibility import DOCUMENTS, layout
+
+CPU = torch.device("cpu")
+
+
+def random_inputs(visibility, *, heads, groups, dim, dtype, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    keys = visibility.num_clean_keys + len(visibility.canvas_keys)
+
+    def draw(count, number):
+        return torch.randn(count, number, dim, generator=generator, dtype=torch.float64).mul_(0.7).to(dtype).requires_grad_()
+
+    return draw(len(visibility.canvas_id), heads), draw(keys, groups), draw(keys, groups)
+
+
+@pytest.mark.parametrize("window", [None, 3, 70])
+@pytest.mark.parametrize("documents", DOCUMENTS.values(), ids=DOCUMENTS)
+@pytest.mark.parametrize(("heads", "groups", "dim"), [(4, 2, 16), (3, 3, 5)], ids=["grouped", "odd"])
+def test_attend_equals_the_oracle(documents, window, heads, groups, dim):
+    visibility = layout(documents, canvas_length=5)
+    inputs = random_inputs(visibility, heads=heads, groups=groups, dim=dim, dtype=torch.float64)
+    fast = attend(*inputs, attention_plan(visibility, window, CPU))
+    slow = attend_dense(*inputs, visibility.windowed(window))
+    assert torch.allclose(fast, slow, rtol=0, atol=1e-12)
+    upstream = torch.randn(fast.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    for a, b in zip(torch.autograd.grad(fast, inputs, upstream), torch.autograd.grad(slow, inputs, upstream), strict=True):
+        assert torch.allclose(a, b, rtol=0, atol=1e-12)
+
+
+def test_attend_in_bf16_is_as_good_as_plain_bf16():
+    visibility = layout(DOCUMENTS["unequal"], canvas_length=5)
+    inputs = random_inputs(visibility, heads=4, groups=2, dim=16, dtype=torch.bfloat16)
+    exact = attend_dense(*(x.float() for x in inputs), visibility.windowed(70))
+    plain = attend_dense(*inputs, visibility.windowed(70))
+    fast = attend(*inputs, attention_plan(visibility, 70, CPU))
+    assert (fast.float() - exact).norm() <= 2 * (plain.float() - exact).norm()
+
+
+def test_a_key_order_moves_the_keys_only():
+    """Two rows, each with keys from a context and new ones, which stand apart in memory."""
+    visibility = Visibility(np.array([0, 0, 5]), np.array([3, 4, 7]), np.full(3, CLEAN), np.zeros(0, np.int64), 7)
+    inputs = random_inputs(visibility, heads=2, groups=1, dim=4, dtype=torch.float64)
+    order = np.array([0, 1, 4, 5, 2, 3, 6])  # logical key j stands at order[j]
+    query, key, value = inputs
+    moved = attend(query, key, value, attention_plan(visibility, None, CPU, order))
+    logical = attend(query, key[order], value[order], attention_plan(visibility, None, CPU))
+    assert torch.equal(moved, logical)
+
+
+def test_no_queries():
+    visibility = layout([], canvas_length=3)
+    assert attend(*random_inputs(visibility, heads=2, groups=1, dim=4, dtype=torch.float32), attention_plan(visibility, 8, CPU)).shape == (0, 2, 4)
