@@ -10,48 +10,47 @@ import sys
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 
-from megatron_dllm.config import RunConfig, format_problems, parse_or_exit, to_arguments_text, validate
-from megatron_dllm.parallel import ParallelContext
+from megatron_dllm.config import RunConfig, format_problems, parse, to_arguments_text, validate
+from megatron_dllm.parallel import initialize
+from megatron_dllm.parallel.launch import launched
 from megatron_dllm.training.loop import Trainer, TrainingFailed
 
 
-def device_of(name: str) -> torch.device:
-    """The device of --device; `auto` is CUDA where torch sees one."""
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: torch sees no CUDA device; install a CUDA build of torch, or set --device cpu")
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name, 0) if name == "cuda" else torch.device(name)
-
-
-def train(run: RunConfig) -> None:
-    """Run `run` on this process; ValueError for what the user can mend."""
-    problems = validate(run)
-    if problems:
-        raise ValueError(format_problems(problems))
-    device = device_of(run.training.device)
-    print(f"device: {device}, torch {torch.__version__}", flush=True)
-    for note in run.overrides:
-        print(note, flush=True)
-    print(to_arguments_text(run), flush=True)
+def train(run: RunConfig, rank: int) -> None:
+    """Run `run` as the launched process `rank`; ValueError for what the user can mend."""
+    context = initialize(run.parallel, device=run.training.device, timeout_minutes=run.parallel.distributed_timeout_minutes)
+    if rank == 0:
+        print(f"device: {context.device}, torch {torch.__version__}", flush=True)
+        for note in run.overrides:
+            print(note, flush=True)
+        print(to_arguments_text(run), flush=True)
     if run.training.deterministic_mode:
         torch.use_deterministic_algorithms(True)
-    Trainer.build(run, ParallelContext.single(device)).fit()
+    Trainer.build(run, context).fit()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; 0 when the run finished or was asked to stop, 2 for a mistake in what it was given, 1 for a failure."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    run = parse_or_exit(argv)
+    rank, world_size = launched()
+    logging.basicConfig(level=logging.INFO if rank == 0 else logging.ERROR, format="%(message)s")
     try:
-        train(run)
-    except TrainingFailed as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        run = parse(sys.argv[1:] if argv is None else argv)
+        if problems := validate(run, world_size=world_size):
+            raise ValueError(format_problems(problems))
+    except ValueError as error:  # the same on every rank
+        if rank == 0:
+            print(f"error: {error}", file=sys.stderr)
         return 2
+    try:
+        train(run, rank)
+    except (TrainingFailed, ValueError) as error:
+        # All ranks may see it, or one alone: each says so.
+        print(f"{f'rank {rank}: ' if world_size > 1 else ''}error: {error}", file=sys.stderr)
+        return 1 if isinstance(error, TrainingFailed) else 2
     return 0
 
 

@@ -15,12 +15,10 @@ from megatron_dllm.config.run import FLAGS, RunConfig
 
 # Settings that are accepted by name and not built yet: field -> what is missing. A row goes when its feature comes.
 UNAVAILABLE = {
-    "tensor_model_parallel_size": "tensor parallelism is not available yet",
     "context_parallel_size": "context parallelism is not available yet",
     "pipeline_model_parallel_size": "pipeline parallelism is not available yet",
     "expert_model_parallel_size": "expert parallelism is not available yet",
     "expert_tensor_parallel_size": "tensor parallelism of experts is not available yet",
-    "use_distributed_optimizer": "the distributed optimizer is not available yet",
 }
 
 
@@ -55,6 +53,7 @@ RANGES: dict[str, Range] = {
          "global_batch_size", "train_iters", "train_samples", "num_epochs", "eval_interval", "eval_iters", "exit_duration_in_mins",
          "exit_interval", "max_skipped_steps", "lr_decay_iters", "lr_wsd_decay_iters", "tensor_model_parallel_size",
          "context_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size",
+         "distributed_timeout_minutes",
          "log_interval", "save_interval", "save_hf_interval", "max_new_tokens", "max_denoising_steps"),
         COUNT,
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -37,6 +38,12 @@ def read_launch(environment: Mapping[str, str]) -> Launch | None:
             f"tcp://{address}:{port}",
         )
     return None
+
+
+def launched() -> tuple[int, int]:
+    """(rank, number of processes) of this process's launch, (0, 1) without a launcher; needs no process group."""
+    launch = read_launch(os.environ)
+    return (launch.rank, launch.world_size) if launch else (0, 1)
 
 
 def first_host(nodes: str) -> str:

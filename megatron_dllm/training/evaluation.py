@@ -15,7 +15,7 @@ from ..diffusion.sampler import CounterDraws, generate
 from ..models.diffusion_gemma.inference import Session
 from ..models.diffusion_gemma.model import DiffusionGemma
 from .batches import BatchMaker
-from .step import loss_metrics
+from .step import loss_metrics, sum_terms
 
 
 @torch.no_grad()
@@ -27,7 +27,7 @@ def evaluate(model: DiffusionGemma, maker: BatchMaker, num_rows: int) -> dict[st
     for inputs in batch.microbatches():
         terms = model(to_device(inputs, model.context.device))
         total = terms if total is None else total + terms
-    return loss_metrics(total)
+    return loss_metrics(sum_terms(total, model.context.dp_cp))
 
 
 def evaluation_rows(maker: BatchMaker, num_rows: int) -> range:

@@ -2,8 +2,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+import torch
 
 from ..config import RunConfig, to_arguments_text, to_flags
 from ..data.build import Sources, build_order, build_sources, build_tokenizer
@@ -11,21 +15,23 @@ from ..data.tokenizers import Tokenizer
 from ..diffusion.random import Stream
 from ..models.diffusion_gemma.build import build_model
 from ..models.diffusion_gemma.model import DiffusionGemma
-from ..parallel import ParallelContext
+from ..parallel import ParallelContext, Watchdog, communication
 from .batches import BatchMaker, PreparedBatch, training_batches
 from .evaluation import evaluate, sample_generations
 from .logging import RunLogger
 from .operations import TokenCounts, step_operations
-from .optimizer import MasterAdamW
+from .optimizer import MasterOptimizer
 from .profiling import StepProfiler
 from .saving import Saver, restore
 from .schedules import LearningRateSchedule
-from .signals import SignalWatcher, StopPolicy
+from .signals import SignalWatcher, StopPolicy, decode_reason, encode_reason
 from .status import RunStatus
 from .step import StepResult, loss_metrics, train_step
 from .throughput import Throughput, describe_peak, memory_metrics, peak_of
 
 LOGGED_GENERATIONS = 2
+# Of the process groups' timeout: how long a rank may stand still before it writes its stacks and ends.
+PATIENCE = 0.9
 
 
 @dataclass
@@ -51,7 +57,7 @@ class Trainer:
     train: BatchMaker
     valid: BatchMaker | None
     model: DiffusionGemma
-    optimizer: MasterAdamW
+    optimizer: MasterOptimizer
     schedule: LearningRateSchedule
     total_iterations: int
     run_dir: Path | None
@@ -60,13 +66,16 @@ class Trainer:
     def build(cls, run: RunConfig, context: ParallelContext) -> Trainer:
         """Prepare data, then model and optimizer; ValueError for whatever the user can mend."""
         tokenizer = build_tokenizer(run.data, run.model.eos_token_id)
-        sources = build_sources(run.data, run.model, tokenizer, seed=run.training.seed)
+        # One rank makes what the cache lacks; the others find it there.
+        with first_rank_first(context):
+            sources = build_sources(run.data, run.model, tokenizer, seed=run.training.seed)
         train = _maker(run, sources, "train", context)
         valid = _maker(run, sources, "valid", context) if run.training.eval_interval and sources.valid else None
         total = num_iterations(run, train)
         model = build_model(run, context)
         folder = run.logging.run_dir or run.checkpoint.save
-        return cls(run, context, tokenizer, sources, train, valid, model, MasterAdamW(model, run.optimizer),
+        optimizer = MasterOptimizer(model, run.optimizer, context, distributed=run.parallel.use_distributed_optimizer)
+        return cls(run, context, tokenizer, sources, train, valid, model, optimizer,
                    LearningRateSchedule.from_config(run.optimizer, total), total, Path(folder) if folder else None)
 
     def fit(self) -> None:
@@ -79,7 +88,8 @@ class Trainer:
               SignalWatcher(exit_signal=training.exit_signal,
                             on_request=lambda name: logger.message(f"{name}: finishing this step, then saving and stopping"),
                             on_abort=lambda: status.failed("interrupted twice")) as signals,
-              StepProfiler(training, self.run_dir, rank=rank, device=self.context.device) as profiler):
+              StepProfiler(training, self.run_dir, rank=rank, device=self.context.device) as profiler,
+              self._watch() as beat):
             self._announce(logger, start)
             saver = Saver(self, logger, status)
             policy = StopPolicy(training.exit_interval, training.exit_duration_in_mins, time.monotonic())
@@ -92,11 +102,12 @@ class Trainer:
                 mark = self._measure(prepared, meter, mark)
                 self._note_skipped(result, prepared, iteration, skipped, logger)
                 iteration += 1
+                beat(f"iteration {iteration}")
                 status.progress(iteration)
                 self._report(iteration, result, meter, logger, skipped)
                 self._evaluate(iteration, logger, saver)
                 saver.after(iteration)
-                reason = policy.reason(iteration, now=time.monotonic(), signal_name=signals.requested)
+                reason = agree(policy.reason(iteration, now=time.monotonic(), signal_name=signals.requested), self.context)
                 if reason and iteration < self.total_iterations:
                     break
             else:
@@ -148,17 +159,57 @@ class Trainer:
                 logger.log_generation(iteration, sample.prompt, sample.generated)
         saver.after_evaluation(iteration, metrics)
 
+    @contextmanager
+    def _watch(self) -> Iterator[Callable[[str], None]]:
+        """Gives what to call on progress. Among several processes one that waits for a lost one would wait in silence."""
+        if self.context.world.size == 1:
+            yield lambda what: None
+            return
+        seconds = PATIENCE * 60 * self.run.parallel.distributed_timeout_minutes
+        with Watchdog(self.context.log, rank=self.context.world.rank, seconds=seconds) as watchdog:
+            yield watchdog.beat
+
     def _peak(self):
         return peak_of(self.context.device, peak_tflops=self.run.logging.peak_tflops)
 
     def _announce(self, logger: RunLogger, start: int) -> None:
-        device, trainable = self.context.device, sum(h.parameter.numel() for h in self.optimizer.held)
+        device, trainable = self.context.device, self.optimizer.num_trained
         total = sum(p.numel() for p in self.model.parameters())
+        if self.context.world.size > 1:
+            logger.message(f"{self.context.world.size} processes; parameters are those of rank 0: {describe_layout(self.context)}")
         logger.message(f"device: {device}; {describe_peak(self._peak(), str(device))}")
         logger.message(f"model: {total:,} parameters, {trainable:,} trained, computing in {str(self.model.dtype).removeprefix('torch.')}")
         logger.message(f"data: {len(self.sources.train):,} training examples; iterations {start} to {self.total_iterations}")
         if self.run_dir is not None and self.context.world.rank == 0:
             (self.run_dir / "args.txt").write_text(to_arguments_text(self.run), encoding="utf-8")
+
+
+@contextmanager
+def first_rank_first(context: ParallelContext) -> Iterator[None]:
+    """Rank 0 runs the block alone, then all others run it."""
+    if context.world.rank != 0:
+        barrier(context)
+    yield
+    if context.world.rank == 0:
+        barrier(context)
+
+
+def barrier(context: ParallelContext) -> None:
+    """Wait until every rank of the world has come here."""
+    communication.all_reduce(torch.zeros((), device=context.device), context.world)
+
+
+def agree(reason: str | None, context: ParallelContext) -> str | None:
+    """Why the ranks stop: of the reasons that any of them has, the one with the largest code."""
+    code = torch.tensor(encode_reason(reason), device=context.device)
+    return decode_reason(int(communication.all_reduce(code, context.world, "max").item()))
+
+
+def describe_layout(context: ParallelContext) -> str:
+    """The sizes that are not 1: "tp 2 (sequence parallel), dp 4"."""
+    sizes = {axis: context.group(axis).size for axis in ("tp", "cp", "dp", "pp", "ep", "etp", "edp")}
+    note = " (sequence parallel)" if context.sequence_parallel else ""
+    return ", ".join(f"{axis} {size}{note if axis == 'tp' else ''}" for axis, size in sizes.items() if size > 1)
 
 
 def _maker(run: RunConfig, sources: Sources, split: str, context: ParallelContext) -> BatchMaker:

@@ -1,124 +1,162 @@
-"""AdamW over fp32 masters: what each trainable parameter is stepped in, how its gradient is accumulated, and the norm of the whole.
+"""The optimizer over fp32 masters: what each trainable parameter is stepped in, the norm of its whole gradient, clipping, the update.
 
-A parameter of 16 bits has an fp32 master, and its gradients are added up in an fp32 buffer, microbatch by microbatch; the parameter itself is the
-copy that is computed with. A parameter of 32 or 64 bits is its own master. The update itself is torch's.
+A parameter of 16 bits has an fp32 master; the parameter itself is the copy that is computed with. A parameter of 32 or 64 bits is its own
+master. Gradients are added up and summed over ranks by data_parallel's buckets. With `distributed` (--use-distributed-optimizer) each
+data-parallel rank holds masters and moments of its share of every bucket alone, steps them, and the parameters are gathered. The update
+itself is torch's.
 """
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from ..config import OptimizerConfig
-from ..transformer.precision import accumulation_dtype
+from ..data_parallel import GradientBuckets, Piece, count_zeros, finalize_gradients, gradient_norm
+from ..data_parallel.buckets import BUCKET_ELEMENTS
+from ..parallel import ParallelContext
+from ..parallel.gathering import gather_whole
 
 STATES = ("exp_avg", "exp_avg_sq")  # the moments, by torch's names, which are also those of checkpoints
+
+# Parameter groups of torch's form (params, weight_decay) and the settings -> the algorithm that steps them.
+Algorithm = Callable[[list[dict], OptimizerConfig], torch.optim.Optimizer]
+
+
+def adamw(groups: list[dict], config: OptimizerConfig) -> torch.optim.Optimizer:
+    """AdamW, fused."""
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps, fused=True)
+
+
+def sgd(groups: list[dict], config: OptimizerConfig) -> torch.optim.Optimizer:
+    """Plain gradient descent: for comparisons, since it does not hide the gradient's size."""
+    return torch.optim.SGD(groups, lr=config.lr)
 
 
 @dataclass(frozen=True)
 class Held:
-    """A trainable parameter, by global name, and its master (the parameter itself where that is precise enough)."""
+    """A piece of a trainable parameter that this rank steps, and its master, flat (a view of the parameter where that is precise enough)."""
 
-    name: str
-    parameter: nn.Parameter
+    piece: Piece
     master: Tensor
+
+    @property
+    def name(self) -> str:
+        return self.piece.name
 
     @property
     def is_copied(self) -> bool:
         """Whether the parameter is a 16-bit copy of its master."""
-        return self.master is not self.parameter
+        return self.master.dtype != self.piece.parameter.dtype
 
 
-class MasterAdamW:
-    """AdamW. Matrices decay, vectors and scalars (norms, scales) do not."""
+class MasterOptimizer:
+    """Matrices decay, vectors and scalars (norms, scales) do not."""
 
-    def __init__(self, model: nn.Module, config: OptimizerConfig):
-        self.clip_grad = config.clip_grad
-        self.held = tuple(_hold(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
-        if not self.held:
+    def __init__(self, model: nn.Module, config: OptimizerConfig, context: ParallelContext, *, distributed: bool = False,
+                 algorithm: Algorithm = adamw, bucket_elements: int = BUCKET_ELEMENTS):
+        self.clip_grad, self.context = config.clip_grad, context
+        trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+        if not trainable:
             raise ValueError("nothing is trainable: every parameter is frozen")
+        self.parameters = dict(trainable)
+        self.buckets = GradientBuckets(trainable, context, sharded=distributed, bucket_elements=bucket_elements)
+        self.held = tuple(_hold(piece) for piece in self.buckets.pieces())
         groups = [
-            {"params": [h.master for h in self.held if (h.master.ndim > 1) == decayed], "weight_decay": decay}
+            {"params": [h.master for h in self.held if (h.piece.parameter.ndim > 1) == decayed], "weight_decay": decay}
             for decayed, decay in ((True, config.weight_decay), (False, 0.0))]
-        self.adam = torch.optim.AdamW(
-            groups, lr=config.lr, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps, fused=True)
+        self.torch = algorithm(groups, config)
+
+    @property
+    def num_trained(self) -> int:
+        """Elements of this rank's trainable parameters."""
+        return sum(parameter.numel() for parameter in self.parameters.values())
+
+    def finish_gradients(self) -> None:
+        """Complete the gradients after the last backward; every rank calls it."""
+        finalize_gradients(self.buckets, self.context)
 
     def grad_norm(self) -> Tensor:
-        """L2 norm of the whole gradient, in at least fp32."""
-        return torch.nn.utils.get_total_norm([h.master.grad for h in self.held if h.master.grad is not None])
+        """L2 norm of the whole finished gradient, fp64, the same on every rank."""
+        return gradient_norm(self.buckets.pieces(), self.context.world)
 
     def num_zeros(self) -> int:
-        """Elements of the whole gradient that are exactly zero (all of a parameter without a gradient)."""
-        return sum(h.master.numel() if h.master.grad is None else int((h.master.grad == 0).sum()) for h in self.held)
+        """Elements of the whole finished gradient that are exactly zero."""
+        return count_zeros(self.buckets.pieces(), self.context.world)
 
     @torch.no_grad()
     def step(self, lr: float, grad_norm: Tensor) -> None:
         """Clip to --clip-grad, update the masters at this learning rate, refresh the copies, drop the gradients."""
-        for h in self.held:
-            if h.master.grad is None:  # an expert stack or module that nothing reached still decays and has its moments fade
-                h.master.grad = torch.zeros_like(h.master)
         if self.clip_grad > 0:
-            torch.nn.utils.clip_grads_with_norm_([h.master for h in self.held], self.clip_grad, grad_norm)
-        for group in self.adam.param_groups:
+            self.buckets.scale((self.clip_grad / (grad_norm + 1e-6)).clamp(max=1.0))
+        for group in self.torch.param_groups:
             group["lr"] = lr
-        self.adam.step()
-        for h in self.held:
-            if h.is_copied:
-                h.parameter.copy_(h.master)
+        self.torch.step()
+        self._refresh_parameters()
         self.drop_gradients()
 
     def drop_gradients(self) -> None:
         """Forget what has been accumulated (after a step, or instead of one)."""
-        for h in self.held:
-            h.master.grad = None
+        self.buckets.zero()
 
     @torch.no_grad()
     def refresh_masters(self) -> None:
         """Take the masters from the parameters, after weights were loaded into the model."""
         for h in self.held:
             if h.is_copied:
-                h.master.copy_(h.parameter)
+                h.master.copy_(h.piece.values)
+
+    def _refresh_parameters(self) -> None:
+        for h in self.held:
+            if h.is_copied:
+                h.piece.values.copy_(h.master)
+        self.buckets.gather_parameters()
 
     def masters(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, master) of every trainable parameter."""
-        for h in self.held:
-            yield h.name, h.master.detach()
+        """(name, whole master) of every trainable parameter, gathered one by one; every rank must go through all of them."""
+        yield from self._whole({h.name: h.master for h in self.held})
 
     def states(self) -> Iterator[tuple[str, str, Tensor]]:
-        """(name, state, tensor) of every moment; empty before the first step."""
-        for h in self.held:
-            for state in STATES:
-                if state in self.adam.state.get(h.master, {}):
-                    yield h.name, state, self.adam.state[h.master][state]
+        """(name, state, whole tensor) of every moment, gathered as `masters`; none before the first step."""
+        if self.num_steps() == 0:
+            return
+        for state in STATES:
+            for name, whole in self._whole({h.name: self.torch.state[h.master][state] for h in self.held}):
+                yield name, state, whole
+
+    def _whole(self, values: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter, local in self.buckets.whole(values):
+            yield name, gather_whole(local, parameter.placement, self.context)
 
     def num_steps(self) -> int:
         """Updates done so far."""
-        state = self.adam.state.get(self.held[0].master, {})
-        return int(state["step"].item()) if state else 0
+        state = self.torch.state.get(self.held[0].master, {})
+        return int(state["step"].item()) if "step" in state else 0
 
     @torch.no_grad()
     def load(self, masters: Mapping[str, Tensor], states: Mapping[tuple[str, str], Tensor], num_steps: int) -> None:
-        """Take over masters and moments, by name; the copies follow. KeyError where one is missing."""
+        """Take over masters and moments from whole tensors by name; the parameters follow. KeyError where one is missing."""
         for h in self.held:
-            h.master.copy_(masters[h.name])
-            h.parameter.copy_(h.master)
+            h.master.copy_(_cut(masters[h.name], h))
             if num_steps:
-                self.adam.state[h.master] = {
+                self.torch.state[h.master] = {
                     "step": torch.tensor(float(num_steps), device=h.master.device),
-                    **{state: states[h.name, state].to(h.master, copy=True) for state in STATES}}
+                    **{state: _cut(states[h.name, state], h).to(h.master, copy=True) for state in STATES}}
+        self._refresh_parameters()
 
 
-def _hold(name: str, parameter: nn.Parameter) -> Held:
-    held = Held(name, parameter, parameter)
-    if accumulation_dtype(parameter.dtype) != parameter.dtype:
-        held = Held(name, parameter, parameter.detach().to(accumulation_dtype(parameter.dtype)))
+def _cut(whole: Tensor, held: Held) -> Tensor:
+    """The elements of a whole tensor that a piece stands for, flat; fill is zero."""
+    placement = held.piece.placement
+    local = torch.zeros(placement.local_shape, dtype=whole.dtype, device=whole.device)
+    placement.region(local).copy_(placement.cut(whole))
+    return local.view(-1)[held.piece.start:held.piece.stop]
 
-        def accumulate(source: nn.Parameter) -> None:
-            gradient = source.grad.to(held.master.dtype)
-            held.master.grad = gradient if held.master.grad is None else held.master.grad.add_(gradient)
-            source.grad = None
 
-        parameter.register_post_accumulate_grad_hook(accumulate)
-    return held
+def _hold(piece: Piece) -> Held:
+    gradient = piece.gradient
+    master = piece.values if piece.values.dtype == gradient.dtype else piece.values.to(gradient.dtype)
+    master.grad = gradient
+    return Held(piece, master)

@@ -1,20 +1,24 @@
-"""One optimizer step: forward and backward of every microbatch, the gradient's norm, the update or its refusal."""
+"""One optimizer step: forward and backward of every microbatch, the gradient's sum over ranks and its norm, the update or its refusal."""
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import torch
 
 from ..diffusion.inputs import NOISE_BINS, MicrobatchInputs, to_device
 from ..diffusion.losses import LossTerms
 from ..models.diffusion_gemma.model import DiffusionGemma
+from ..parallel import Group, communication
 from .logging import noise_level_name
-from .optimizer import MasterAdamW
+from .optimizer import MasterOptimizer
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Global losses of the step, the gradient's norm before clipping, and whether the update was made."""
+    """Losses of the global batch, the gradient's norm before clipping, and whether the update was made: the same on every rank."""
 
     loss: float
     terms: LossTerms
@@ -26,13 +30,9 @@ class StepResult:
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
-def train_step(model: DiffusionGemma, optimizer: MasterAdamW, microbatches: Iterable[MicrobatchInputs], lr: float) -> StepResult:
-    """Run the step. A loss or gradient that is not finite leaves weights and moments as they were."""
-    total = None
-    for inputs in microbatches:
-        terms = model(to_device(inputs, model.context.device))
-        terms.total.backward()
-        total = terms.detach() if total is None else total + terms.detach()
+def train_step(model: DiffusionGemma, optimizer: MasterOptimizer, microbatches: Sequence[MicrobatchInputs], lr: float) -> StepResult:
+    """Run the step on this rank's microbatches. A loss or gradient that is not finite leaves weights and moments as they were."""
+    total = forward_backward(model, optimizer, microbatches)
     norm = optimizer.grad_norm()
     result = StepResult(total.total.item(), total, norm.item())
     if result.is_finite:
@@ -40,6 +40,27 @@ def train_step(model: DiffusionGemma, optimizer: MasterAdamW, microbatches: Iter
     else:
         optimizer.drop_gradients()
     return result
+
+
+def forward_backward(model: DiffusionGemma, optimizer: MasterOptimizer, microbatches: Sequence[MicrobatchInputs]) -> LossTerms:
+    """The global batch's losses; finished gradients are left in the optimizer's buckets."""
+    total = None
+    for number, inputs in enumerate(microbatches):
+        terms = model(to_device(inputs, model.context.device))
+        if number == len(microbatches) - 1:
+            optimizer.buckets.last_microbatch()
+        terms.total.backward()
+        total = terms.detach() if total is None else total + terms.detach()
+    optimizer.finish_gradients()
+    return sum_terms(total, model.context.dp_cp)
+
+
+def sum_terms(terms: LossTerms, group: Group) -> LossTerms:
+    """The terms summed over a group, in fp64: counts stay exact."""
+    names = [field.name for field in dataclasses.fields(LossTerms)]
+    parts = [getattr(terms, name).double().reshape(-1) for name in names]
+    summed = communication.all_reduce(torch.cat(parts), group).split([len(part) for part in parts])
+    return LossTerms(**{name: part.view(getattr(terms, name).shape) for name, part in zip(names, summed, strict=True)})
 
 
 def loss_metrics(terms: LossTerms) -> dict[str, float]:

@@ -1,0 +1,230 @@
+"""Gradients in contiguous buckets, each summed over its data-parallel ranks by one call while the backward goes on.
+
+    parameter's grid   summed over
+    dense              dp_cp
+    expert             edp
+
+Sums and accumulation over microbatches are in fp32 at least, whatever the parameters' dtype. With `sharded` (the distributed optimizer) a
+bucket is reduce-scattered: rank r of R has the sum of the r-th of R equal ranges alone, steps it, and the parameters are gathered again.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from ..parallel import Group, ParallelContext, communication
+from ..parallel.communication import Pending
+from ..parallel.placement import Placement
+from ..transformer.precision import accumulation_dtype
+
+# A bucket closes when it has so many elements: small enough for several on the way in one backward, large enough for full bandwidth.
+BUCKET_ELEMENTS = 40_000_000
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of a parameter's gradient whose sum this rank has: elements start to stop of it (flat), as a view into its bucket."""
+
+    name: str
+    parameter: nn.Parameter
+    start: int
+    stop: int
+    gradient: Tensor
+    counted: bool  # whether this rank is the one in the world that counts these elements (norm, zeros)
+
+    @property
+    def placement(self) -> Placement:
+        return self.parameter.placement
+
+    @property
+    def values(self) -> Tensor:
+        """The same elements of the parameter, as a view."""
+        return self.parameter.detach().view(-1)[self.start:self.stop]
+
+    @property
+    def num_fill(self) -> int:
+        """How many of the elements are fill, which belongs to no real parameter (it stands at the end of dimension 0)."""
+        placement = self.placement
+        assert placement.extent[1:] == placement.local_shape[1:], f"{self.name}: fill outside dimension 0"
+        real = placement.extent[0] * (self.parameter.numel() // max(placement.local_shape[0], 1))
+        return self.stop - max(self.start, min(real, self.stop))
+
+
+@dataclass
+class Bucket:
+    """Some parameters of one grid and dtype.
+
+        gradients  [n] fp32 at least; n is a multiple of the group's size
+        weights    [n] of which the parameters are views, when sharded; else None
+        places     start of each parameter in both
+    """
+
+    group: Group
+    names: tuple[str, ...]
+    parameters: tuple[nn.Parameter, ...]
+    places: tuple[int, ...]
+    gradients: Tensor
+    weights: Tensor | None
+    missing: int = 0  # gradients that the last backward has still to give
+    pending: Pending | None = field(default=None, repr=False)
+
+    @property
+    def own(self) -> slice:
+        """The range whose sum this rank has."""
+        if self.weights is None:
+            return slice(0, len(self.gradients))
+        length = len(self.gradients) // self.group.size
+        return slice(self.group.rank * length, (self.group.rank + 1) * length)
+
+    def gradient(self, number: int) -> Tensor:
+        """The gradient of a parameter, in its shape, as a view."""
+        parameter, start = self.parameters[number], self.places[number]
+        return self.gradients[start:start + parameter.numel()].view(parameter.shape)
+
+    def start_sum(self) -> None:
+        """Begin to sum over the group; `finish_sum` must follow."""
+        if self.weights is None:
+            self.pending = communication.start_all_reduce(self.gradients, self.group, overwrite=True)
+        else:
+            self.pending = communication.start_reduce_scatter(self.gradients, self.group)
+
+    def finish_sum(self) -> None:
+        result = self.pending.wait()
+        self.pending = None
+        if self.weights is not None and self.group.size > 1:
+            self.gradients[self.own].copy_(result)
+
+    def pieces(self) -> Iterator[Piece]:
+        """The parameters' parts in our own range."""
+        own = self.own
+        for name, parameter, place in zip(self.names, self.parameters, self.places, strict=True):
+            start, stop = max(own.start, place), min(own.stop, place + parameter.numel())
+            if start < stop:
+                counted = parameter.placement.first and (self.weights is not None or self.group.rank == 0)
+                yield Piece(name, parameter, start - place, stop - place, self.gradients[start:stop], counted)
+
+
+class GradientBuckets:
+    """The gradients of a model's trainable parameters, from the first backward of a step to the optimizer.
+
+    Parameters go into buckets from the last to the first, since their gradients come in this order. Buckets are summed in one order on every
+    rank, whatever order their gradients came in: a rank without self-conditioned rows has no gradient for some parameters at all.
+    """
+
+    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], context: ParallelContext, *, sharded: bool = False,
+                 bucket_elements: int = BUCKET_ELEMENTS):
+        self.buckets: list[Bucket] = []
+        self._last = False
+        self._started = 0
+        for members in _deal(list(parameters), bucket_elements):
+            bucket = _make_bucket(members, context, sharded)
+            self.buckets.append(bucket)
+            for number, parameter in enumerate(bucket.parameters):
+                self._attach(bucket, parameter, bucket.gradient(number))
+
+    def _attach(self, bucket: Bucket, parameter: nn.Parameter, total: Tensor) -> None:
+        """Have every backward add the parameter's gradient to `total`."""
+        is_wide = parameter.dtype == total.dtype
+        parameter.grad = total if is_wide else None
+
+        def accumulate(source: nn.Parameter) -> None:
+            if source.grad is not total:  # 16 bits, or somebody has dropped the gradient
+                total.add_(source.grad)
+                source.grad = total if is_wide else None
+            if self._last:
+                bucket.missing -= 1
+                self._start_complete()
+
+        parameter.register_post_accumulate_grad_hook(accumulate)
+
+    def last_microbatch(self) -> None:
+        """The next backward is the step's last: a bucket whose gradients are complete is summed while it goes on."""
+        self._last, self._started = True, 0
+        for bucket in self.buckets:
+            bucket.missing = len(bucket.parameters)
+
+    def _start_complete(self) -> None:
+        while self._started < len(self.buckets) and self.buckets[self._started].missing == 0:
+            self.buckets[self._started].start_sum()
+            self._started += 1
+
+    def finish(self) -> None:
+        """Sum what is not yet on its way (parameters that nothing reached have a gradient of zero), and wait for all."""
+        assert self._last, "last_microbatch() comes before the last backward"
+        for bucket in self.buckets[self._started:]:
+            bucket.start_sum()
+        for bucket in self.buckets:
+            bucket.finish_sum()
+        self._last = False
+
+    def zero(self) -> None:
+        """Forget what has been accumulated."""
+        for bucket in self.buckets:
+            bucket.gradients.zero_()
+
+    def scale(self, factor: Tensor) -> None:
+        """Multiply every gradient that this rank has the sum of."""
+        for bucket in self.buckets:
+            bucket.gradients[bucket.own].mul_(factor)
+
+    def pieces(self) -> Iterator[Piece]:
+        """What this rank has the sum of, and steps."""
+        for bucket in self.buckets:
+            yield from bucket.pieces()
+
+    def gather_parameters(self) -> None:
+        """After each rank has changed its own pieces: give all of them to all."""
+        sharded = [bucket for bucket in self.buckets if bucket.weights is not None and bucket.group.size > 1]
+        gathers = [communication.start_all_gather(bucket.weights[bucket.own], bucket.group) for bucket in sharded]
+        for bucket, gather in zip(sharded, gathers, strict=True):
+            bucket.weights.copy_(gather.wait())
+
+    def whole(self, values: Mapping[str, Tensor]) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
+        """(name, parameter, tensor of its local shape) from flat values of this rank's pieces by name; a gather over the group if sharded."""
+        for bucket in self.buckets:
+            pieces = list(bucket.pieces())
+            dtype = values[pieces[0].name].dtype if pieces else bucket.gradients.dtype
+            flat = torch.zeros_like(bucket.gradients, dtype=dtype)
+            for piece in pieces:
+                start = bucket.places[bucket.names.index(piece.name)] + piece.start
+                flat[start:start + piece.stop - piece.start] = values[piece.name]
+            if bucket.weights is not None:
+                flat = communication.all_gather(flat[bucket.own], bucket.group)
+            for name, parameter, start in zip(bucket.names, bucket.parameters, bucket.places, strict=True):
+                yield name, parameter, flat[start:start + parameter.numel()].view(parameter.shape)
+
+
+def _deal(parameters: Sequence[tuple[str, nn.Parameter]], bucket_elements: int) -> list[list[tuple[str, nn.Parameter]]]:
+    """Parameters from last to first, each with the neighbours of its kind (grid and dtype) until a bucket is full."""
+    closed: list[list[tuple[str, nn.Parameter]]] = []
+    opened: dict[tuple[str, torch.dtype], list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in reversed(parameters):
+        kind = parameter.placement.grid, parameter.dtype
+        members = opened.setdefault(kind, [])
+        members.append((name, parameter))
+        if sum(p.numel() for _, p in members) >= bucket_elements:
+            closed.append(opened.pop(kind))
+    return closed + list(opened.values())
+
+
+def _make_bucket(members: Sequence[tuple[str, nn.Parameter]], context: ParallelContext, sharded: bool) -> Bucket:
+    names, parameters = zip(*members, strict=True)
+    first = parameters[0]
+    group = context.dp_cp if first.placement.grid == "dense" else context.edp
+    places, total = [], 0
+    for parameter in parameters:
+        places.append(total)
+        total += parameter.numel()
+    total += -total % group.size
+    weights = None
+    if sharded:
+        weights = torch.zeros(total, dtype=first.dtype, device=first.device)
+        for parameter, start in zip(parameters, places, strict=True):
+            view = weights[start:start + parameter.numel()].view(parameter.shape)
+            view.copy_(parameter.detach())
+            parameter.data = view
+    gradients = torch.zeros(total, dtype=accumulation_dtype(first.dtype), device=first.device)
+    return Bucket(group, names, parameters, tuple(places), gradients, weights)

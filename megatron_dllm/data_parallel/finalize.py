@@ -1,0 +1,43 @@
+"""From the last backward to finished gradients, and what is counted over them.
+
+The one order of reductions:
+
+    1. over data-parallel ranks, bucket by bucket, begun during the last backward: dense parameters over dp_cp, experts over edp
+    2. over tp, the gradients of which each rank has a share: `partial_over_tp` and `copies` of Placement
+    3. then the norm, in which every element of every real parameter counts once in the world
+
+Losses hold global denominators, so that sums are what is wanted, never means.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from ..parallel import Group, ParallelContext, communication
+from ..tensor_parallel import sum_shared_gradients
+from .buckets import GradientBuckets, Piece
+
+
+def finalize_gradients(buckets: GradientBuckets, context: ParallelContext) -> None:
+    """Steps 1 and 2, in place. Every rank of the world calls it once a step, after its last backward."""
+    buckets.finish()
+    # The ranges of a bucket are the same on all ranks of tp, since the shards of a parameter have one shape.
+    sum_shared_gradients([(piece.gradient, piece.placement) for piece in buckets.pieces()], context.tp)
+
+
+def gradient_norm(pieces: Iterable[Piece], world: Group) -> Tensor:
+    """L2 norm of the whole gradient, fp64: the same number on every rank."""
+    pieces = list(pieces)
+    own = [piece.gradient for piece in pieces if piece.counted]
+    squares = torch.zeros((), dtype=torch.float64, device=pieces[0].gradient.device if pieces else None)
+    if own:
+        squares = torch.stack(torch._foreach_norm(own)).double().square().sum()
+    return communication.all_reduce(squares, world).sqrt()
+
+
+def count_zeros(pieces: Iterable[Piece], world: Group) -> int:
+    """Elements of real parameters, over the whole model, whose gradient is exactly zero."""
+    own = sum(int((piece.gradient == 0).sum()) - piece.num_fill for piece in pieces if piece.counted)
+    return own if world.size == 1 else int(communication.all_reduce(torch.tensor(own), world).item())
