@@ -72,4 +72,4 @@ class _ContiguousGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return grad.contiguous()
+        return grad.contiguous() if grad.numel() else grad.new_zeros(grad.shape)  # an empty one counts as contiguous whatever its strides
