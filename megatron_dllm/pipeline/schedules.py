@@ -53,8 +53,8 @@ def _pair(forwards: list[Action], backwards: list[Action], warmup: int) -> list[
 def check_group(*, ranks: int, chunks: int, microbatches: int, group: int) -> None:
     """ValueError unless P <= group <= M and the last, smaller group (if any) also has at least P microbatches.
 
-    A group smaller than P comes round to chunk 1 of the first rank before chunk 0 of the last rank has ended, so every rank idles in every
-    round. With one chunk there are no groups and any number of microbatches is legal.
+    A smaller group comes round to the next chunk of the first rank before the last rank has ended the chunk before it: all ranks then idle
+    in each round, or wait for each other for ever. With one chunk there are no groups, and any number of microbatches is legal.
     """
     if chunks == 1:
         return

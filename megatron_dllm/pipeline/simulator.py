@@ -12,7 +12,6 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import pairwise
 from typing import NamedTuple
 
 from megatron_dllm.pipeline.actions import COMPUTE_KINDS, POST_KINDS, SEND_KINDS, WAIT_KINDS, Action
@@ -37,7 +36,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a run of the lists showed. With faults there is no makespan, and spans end where the run stopped."""
+    """What a run of the lists showed. With faults there are no peaks, and spans end where the run stopped."""
 
     faults: list[Fault]
     spans: list[list[Span]]
@@ -84,7 +83,7 @@ def simulate(
         for run in runs:
             run.play()
         faults = [fault for run in runs for fault in run.deadlock()]
-    peaks = [peak_memory(pipeline, rank, actions) for rank, actions in enumerate(lists)]
+    peaks = [] if faults else [peak_memory(pipeline, rank, actions) for rank, actions in enumerate(lists)]
     return Simulation(faults, runs[0].spans, peaks, lower_bound(pipeline, costs))
 
 
@@ -213,25 +212,33 @@ class _Run:
         stuck = [rank for rank, actions in enumerate(self.lists) if self.rows[rank] < len(actions)]
         if not stuck:
             return []
-        path = [stuck[0]]
-        while path.count(path[-1]) == 1:
-            path.append(self._waits_for(path[-1]))
-        circle = path[path.index(path[-1]) :]
-        links = [f"rank {a} waits at {self.lists[a][self.rows[a]]} (row {self.rows[a]}) for rank {b}" for a, b in pairwise(circle)]
-        return [Fault(circle[0], self.rows[circle[0]], f"deadlock over {self.transport.value}: " + ", ".join(links))]
+        # A place is a rank that waits in its list, or one whose transfers stand behind a batch that is not over.
+        place: tuple[int, _Batch | None] = (stuck[0], None)
+        path: dict[tuple[int, _Batch | None], str] = {}
+        while place not in path:
+            path[place], place = self._obstacle(*place)
+        links = list(path.values())[list(path).index(place) :]
+        return [Fault(place[0], self.rows[place[0]], f"deadlock over {self.transport.value}: {', '.join(links)}")]
 
-    def _waits_for(self, rank: int) -> int:
-        """The rank that has to act before the wait of `rank` can end."""
-        action = self.lists[rank][self.rows[rank]]
-        batch = self.batches[self.ends.number[rank][action], action.kind in SEND_KINDS]
-        seen = set()
-        while True:
-            number = next(n for n, _ in batch.ends if (n, True) not in self.active or (n, False) not in self.active)
-            owners = {True: self.ends.messages[number].source, False: self.ends.messages[number].destination}
-            for sending, owner in owners.items():
-                if (number, sending) not in self.batches or (number, sending) in seen:
-                    return owner
-            # Both ends are posted, and one of them stands behind another batch of its queue.
-            sending = (number, True) not in self.active
-            seen.add((number, sending))
-            batch = self.batches[number, sending].queue.batches[0]
+    def _obstacle(self, rank: int, blocking: _Batch | None) -> tuple[str, tuple[int, _Batch | None]]:
+        """What keeps a place from going on, in words, and the place that has to go on first."""
+        if blocking is None:
+            row = self.rows[rank]
+            action = self.lists[rank][row]
+            batch = self.batches[self.ends.number[rank][action], action.kind in SEND_KINDS]
+        else:
+            batch = blocking
+        number = next(number for number, _ in batch.ends if not self._is_over(number))
+        message = self.ends.messages[number]
+        owners = {True: message.source, False: message.destination}
+        sending = next(sending for sending in owners if (number, sending) not in self.active)
+        owner, posted = owners[sending], self.batches.get((number, sending))
+        if blocking is None:
+            words = f"rank {rank} waits at {action} (row {row}) for rank {owner}"
+        else:
+            own_end = message.send if message.source == rank else message.receive
+            words = f"rank {rank} has transfers behind {own_end}, which waits for rank {owner}"
+        return words, (owner, None if posted is None else posted.queue.batches[0])
+
+    def _is_over(self, number: int) -> bool:
+        return (number, True) in self.active and (number, False) in self.active

@@ -95,7 +95,7 @@ def chosen_layout(arguments: argparse.Namespace) -> StageLayout | None:
     ranks, text = arguments.pipeline_model_parallel_size, arguments.pipeline_model_parallel_layout
     if text is not None:
         if arguments.num_layers is not None:
-            raise ValueError("--pipeline-model-parallel-layout and --num-layers are both given: the layout places all layers; leave one out")
+            raise ValueError("--pipeline-model-parallel-layout and --num-layers are both given: a layout says it all; leave one out")
         letters = letters_in(text)
         layers = "".join(letter for letter in letters if letter in LAYER_LETTERS)
         return parse_layout(text, ranks=ranks, layers=layers, mtp_depth=letters.count("m"))
@@ -179,8 +179,9 @@ def run_sweep(sizes: tuple[int, int, int], processes: int, picture: Path) -> int
         f"time over the lower bound: none without loops; with loops {sum(loops) / len(loops) - 1:.2%} in the mean, "
         f"{worst.time_over_bound - 1:.1%} at most ({worst.case})\n"
         f"picture of 4 ranks of 2 virtual stages, 8 microbatches, half of them self-conditioned: {picture}\n"
-        f"checked {len(outcomes)} schedules ({sum(outcome.actions for outcome in outcomes)} actions) of up to {ranks} ranks, {chunks} virtual "
-        f"stages each and {microbatches} microbatches: 0 bad; {refused} illegal group sizes refused; {time.monotonic() - start:.0f} s"
+        f"checked {len(outcomes)} schedules ({sum(outcome.actions for outcome in outcomes)} actions) of up to {ranks} ranks, "
+        f"{chunks} virtual stages each and {microbatches} microbatches: 0 bad; {refused} illegal group sizes refused; "
+        f"{time.monotonic() - start:.0f} s"
     )
     return 0
 
