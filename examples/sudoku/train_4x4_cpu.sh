@@ -6,6 +6,10 @@
 #
 #   bash examples/sudoku/train_4x4_cpu.sh [FLAGS OF pretrain_dllm.py]        RUN=directory of the run (default: runs/sudoku_4x4)
 set -euo pipefail
+if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then
+  sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p;}' "$0"
+  exit 0
+fi
 here=$(cd "$(dirname "$0")" && pwd)
 . "$here/../../tools/environment.sh"
 make_environment
@@ -52,5 +56,11 @@ LOGGING_ARGS=(
   --save "$RUN"
 )
 
-"$PYTHON" "$root/tools/sudoku.py" --sudoku-size "$SIZE" --sudoku-num-puzzles "$NUM_PUZZLES" --seed "$SEED" --data-cache-path "$RUN/puzzles"
+puzzles() {
+  "$PYTHON" "$root/tools/sudoku.py" --sudoku-size "$SIZE" --sudoku-num-puzzles "$NUM_PUZZLES" --seed "$SEED" --data-cache-path "$RUN/puzzles" "$@"
+}
+
+puzzles --show 3
 "$PYTHON" "$root/pretrain_dllm.py" "${MODEL_ARGS[@]}" "${DATA_ARGS[@]}" "${TRAINING_ARGS[@]}" "${OPTIMIZER_ARGS[@]}" "${LOGGING_ARGS[@]}" "$@"
+puzzles --show 0
+"$PYTHON" "$root/tools/evaluate.py" --load "$RUN" --on test --losses 500 --generate 500 --batch-size 50 --score sudoku --at-least 0.95

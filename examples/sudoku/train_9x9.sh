@@ -1,10 +1,15 @@
 #!/usr/bin/env bash
 # Trains a small DiffusionGemma from scratch to solve 9x9 Sudoku, then solves 500 puzzles whose solution grids it never saw.
 # Data: generated, 29 to 37 clues, split by a hash of the solution grid. One GPU, 10 minutes of training.
-# Prints the solution grids shared with training (0), the share of puzzles solved exactly, tokens per forward and effective steps.
+# Prints the solution grids shared with training (0), the share of puzzles solved exactly, tokens per forward and effective steps, and
+# ends with a status other than 0 when a grid is shared or fewer than 84.4 % are solved.
 #
 #   bash examples/sudoku/train_9x9.sh [FLAGS OF pretrain_dllm.py]        RUN=directory of the run (default: runs/sudoku_9x9)
 set -euo pipefail
+if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then
+  sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p;}' "$0"
+  exit 0
+fi
 here=$(cd "$(dirname "$0")" && pwd)
 . "$here/../../tools/environment.sh"
 make_environment
@@ -60,5 +65,11 @@ LOGGING_ARGS=(
   --save "$RUN"
 )
 
-"$PYTHON" "$root/tools/sudoku.py" --sudoku-size "$SIZE" --sudoku-num-puzzles "$NUM_PUZZLES" --seed "$SEED" --data-cache-path "$RUN/puzzles"
+puzzles() {
+  "$PYTHON" "$root/tools/sudoku.py" --sudoku-size "$SIZE" --sudoku-num-puzzles "$NUM_PUZZLES" --seed "$SEED" --data-cache-path "$RUN/puzzles" "$@"
+}
+
+puzzles --show 3
 "$PYTHON" "$root/pretrain_dllm.py" "${MODEL_ARGS[@]}" "${DATA_ARGS[@]}" "${TRAINING_ARGS[@]}" "${OPTIMIZER_ARGS[@]}" "${LOGGING_ARGS[@]}" "$@"
+puzzles --show 0
+"$PYTHON" "$root/tools/evaluate.py" --load "$RUN" --on test --losses 500 --generate 500 --batch-size 250 --score sudoku --at-least 0.844
