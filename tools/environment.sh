@@ -8,6 +8,9 @@
 #      own that is new enough (a container's), .venv sees that torch and never gets another.
 # From outside: PYTHON=... names the Python to start from; TORCH_INDEX_URL=... a package index that has another build of torch.
 
+# Threads that wait sleep: where other work shares the cores, spinning ones made a toy model's steps ten times slower.
+export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
+
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 say() { printf '%s\n' "$*" >&2; }

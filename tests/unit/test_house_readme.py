@@ -1,0 +1,120 @@
+"""Every command in the documents parses, and the README's tree and links lead somewhere."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from megatron_dllm import config
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [ROOT / "README.md", *sorted(path for path in (ROOT / "docs").rglob("*.md") if path.name != "log.md")]
+# Where the model comes from does not matter to the other flags, and the folders of examples do not exist.
+MODEL_SOURCES = ("--preset", "--model-config", "--load", "--pretrained-checkpoint")
+
+
+def commands(text: str) -> list[str]:
+    """The lines of fenced bash blocks, continued lines joined, comments dropped."""
+    blocks = re.findall(r"^```(?:bash|sh)\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+    lines = [line for block in blocks for line in re.sub(r"\\\n\s*", "", block).splitlines()]
+    return [line for line in lines if shlex.split(line, comments=True)]
+
+
+def problem(command: str) -> str | None:
+    """Why a command of a document cannot be run as it stands, None if nothing speaks against it."""
+    words = shlex.split(command, comments=True)
+    while re.match(r"[A-Z_]+=", words[0]):  # variables set for the command
+        words = words[1:]
+    script = next((n for n, word in enumerate(words) if word.endswith((".py", ".sh"))), None)
+    if script is None:
+        return None if words[0] in ("source", "cd", "git", "pip", "tensorboard") else f"{words[0]}: no command that the test knows"
+    path, arguments = ROOT / words[script], words[script + 1 :]
+    if not path.is_file():
+        return f"{words[script]} is not there"
+    if path.suffix == ".sh":
+        result = subprocess.run(["bash", "-n", str(path)], capture_output=True, text=True)
+        return result.stderr or None
+    if path.name == "pretrain_dllm.py":
+        return _training_problem(arguments)
+    unknown = [word for word in arguments if word.startswith("--") and word.split("=")[0] not in flags_in_help(path)]
+    return f"{path.name} has no {unknown}" if unknown else None
+
+
+def _training_problem(arguments: list[str]) -> str | None:
+    kept = ["--preset", "toy"]
+    skip = False
+    for word in arguments:
+        if not (skip or word in MODEL_SOURCES or word.startswith("@")):
+            kept.append(word)
+        skip = word in MODEL_SOURCES
+    from_file = any(word.startswith("@") for word in arguments)
+    try:
+        run = config.parse(kept)
+    except ValueError as error:
+        return str(error)
+    problems = config.validate(run)
+    # What an argument file says is not known here, so that only the flags can be judged.
+    return config.format_problems(problems) if problems and not from_file else None
+
+
+@cache
+def flags_in_help(tool: Path) -> frozenset[str]:
+    result = subprocess.run([sys.executable, str(tool), "--help"], capture_output=True, text=True, env={**os.environ, "COLUMNS": "200"})
+    assert result.returncode == 0, f"{tool.name} --help: {result.stderr}"
+    known = set(re.findall(r"--[a-z0-9-]+", result.stdout))
+    # A tool that says so takes the flags of training as well.
+    return frozenset(known | {item.name for _, item in config.run.FLAGS.values()} if "pretrain_dllm.py" in result.stdout else known)
+
+
+def cases() -> list:
+    return [pytest.param(line, id=f"{path.name}: {line[:60]}") for path in DOCUMENTS for line in commands(path.read_text())]
+
+
+@pytest.mark.parametrize("command", cases())
+def test_command_in_a_document_parses(command):
+    assert problem(command) is None
+
+
+def test_commands_reads_fenced_blocks_alone():
+    text = "a\n```bash\npython a.py \\\n    --b 1   # why\n\n# only a comment\nbash c.sh\n```\nx\n```python\nimport os\n```\n    bash d.sh\n"
+    assert commands(text) == ["python a.py --b 1   # why", "bash c.sh"]
+
+
+@pytest.mark.parametrize(
+    ("command", "text"),
+    [
+        ("bash examples/nothing.sh", "is not there"),
+        ("python pretrain_dllm.py --preset toy --lr-warmup 5", "--lr-warmup"),
+        ("python pretrain_dllm.py --preset toy --train-iters 5 --data-path x --lr -1", "--lr"),
+        ("python tools/plot_run.py runs/a --smoth 0.9", "has no ['--smoth']"),
+        ("make all", "no command that the test knows"),
+    ],
+)
+def test_problem_finds_planted_ones(command, text):
+    assert text in problem(command)
+
+
+def test_readme_leads_to_files_that_exist():
+    text = (ROOT / "README.md").read_text()
+    targets = [target for target in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in target]
+    assert targets and all((ROOT / target).exists() for target in targets), targets
+
+
+def test_readme_tree_names_every_part_and_nothing_else():
+    tree = re.search(r"## Where things are\n\n((?: {4}.*\n)+)", (ROOT / "README.md").read_text()).group(1)
+    named, folder = set(), ""
+    for line in tree.splitlines():
+        depth, name = (len(line) - len(line.lstrip())) // 2, line.split()[0]
+        folder = folder if depth == 3 else name
+        named.add(name if depth == 2 else folder + name)
+    packages = {f"megatron_dllm/{path.parent.name}/" for path in (ROOT / "megatron_dllm").glob("*/__init__.py")}
+    tools = {f"tools/{path.name}" for path in (ROOT / "tools").glob("*.py")} | {"tools/install_gpu.sh"}
+    helpers = {"tools/missing_packages.py"}  # used by a script, not by people
+    assert {name for name in named if name.startswith("megatron_dllm/") and name != "megatron_dllm/"} == packages
+    assert {name for name in named if name.startswith("tools/") and name != "tools/"} == tools - helpers
+    assert all((ROOT / name).exists() for name in named), named
