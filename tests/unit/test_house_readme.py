@@ -81,7 +81,7 @@ def test_command_in_a_document_parses(command):
 
 
 def test_commands_reads_fenced_blocks_alone():
-    text = "a\n```bash\npython a.py \\\n    --b 1   # why\n\n# only a comment\nbash c.sh\n```\nx\n```python\nimport os\n```\n    bash d.sh\n"
+    text = "a\n```bash\npython a.py \\\n    --b 1   # why\n\n# comment\nbash c.sh\n```\nx\n```python\nimport os\n```\n    bash d.sh\n"
     assert commands(text) == ["python a.py --b 1   # why", "bash c.sh"]
 
 

@@ -18,8 +18,8 @@ NEWER = re.compile(
 
 
 def bash(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
-    environment = {**os.environ, **environment}
-    return subprocess.run(["bash", *arguments], cwd="/", env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
+    command, environment = ["bash", *arguments], {**os.environ, **environment}
+    return subprocess.run(command, cwd="/", env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
 
 
 def test_there_are_scripts():
