@@ -4,11 +4,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..config import ModelConfig, MoEConfig
+from ..config import ModelConfig
 from ..parallel import ParallelContext
 from ..tensor_parallel.initialization import Init
-from .dispatchers.build import build_dispatcher
-from .dispatchers.interface import Trip
+from .dispatchers.interface import Dispatcher, Trip
 from .experts import Experts
 from .replay import NOT_CHECKPOINTED, Call, Record
 from .router import Router
@@ -21,13 +20,12 @@ class MoELayer(nn.Module):
     differ between the ranks of an expert group, and be zero; all of them make the same calls.
     """
 
-    def __init__(self, name: str, config: ModelConfig, *, context: ParallelContext, init: Init, dtype: torch.dtype,
-                 moe: MoEConfig = MoEConfig()):  # noqa: B008 (immutable)
+    def __init__(self, name: str, config: ModelConfig, *, context: ParallelContext, init: Init, dtype: torch.dtype, dispatcher: Dispatcher,
+                 grouped: bool = True):
         super().__init__()
-        self.name = name
+        self.name, self.dispatcher = name, dispatcher
         self.router = Router(f"{name}.router", config, context=context, init=init, dtype=dtype)
-        self.experts = Experts(f"{name}.experts", config, context=context, init=init, dtype=dtype, grouped=moe.moe_grouped_gemm)
-        self.dispatcher = build_dispatcher(moe, context, config.num_experts)
+        self.experts = Experts(f"{name}.experts", config, context=context, init=init, dtype=dtype, grouped=grouped)
 
     def forward(self, x: Tensor, residual: Tensor, call: Call = NOT_CHECKPOINTED) -> Tensor:
         """y [T, H]. In two steps, to work on something else between them: `start`, `finish`."""

@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..config import ModelConfig, MoEConfig
+from ..config import ModelConfig
+from ..moe.dispatchers.interface import Dispatcher
 from ..moe.layer import MoELayer
 from ..moe.replay import NOT_CHECKPOINTED, Call
 from ..parallel import ParallelContext, gather_replicated_sequence, split_sequence
@@ -30,7 +31,7 @@ class TransformerBlock(nn.Module):
     """
 
     def __init__(self, layer: int, config: ModelConfig, *, context: ParallelContext, init: Init, dtype: torch.dtype,
-                 recompute: Recompute, moe: MoEConfig = MoEConfig()):  # noqa: B008 (immutable)
+                 recompute: Recompute, dispatcher: Dispatcher, grouped_experts: bool = True):
         super().__init__()
         self.kind = config.layer_types[layer]
         self.recompute = recompute
@@ -49,7 +50,7 @@ class TransformerBlock(nn.Module):
         self.mlp = MLP(f"{name}.mlp", hidden, config.ffn_hidden_size, **shared)
         self.post_feedforward_layernorm_1 = norm("post_feedforward_layernorm_1")
         self.pre_feedforward_layernorm_2 = norm("pre_feedforward_layernorm_2", partial=shares_tokens)
-        self.moe = MoELayer(name, config, moe=moe, **shared)
+        self.moe = MoELayer(name, config, dispatcher=dispatcher, grouped=grouped_experts, **shared)
         # A part that is recomputed by itself runs by itself; otherwise the dense MLP runs while tokens are on their way to the experts.
         self.feed_forward = self._apart if "moe" in recompute.parts else self._overlapped
         self.post_feedforward_layernorm_2 = norm("post_feedforward_layernorm_2", partial=shares_tokens)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megatron_dllm.config import PRESETS, MoEConfig
+from megatron_dllm.moe.dispatchers.build import build_dispatcher
 from megatron_dllm.moe.layer import MoELayer
 from megatron_dllm.parallel import ParallelContext, Topology, communication, create_context
 from megatron_dllm.tensor_parallel import Initializer
@@ -33,8 +34,8 @@ def inputs(case):
 
 
 def build(context, dispatcher, case):
-    moe = MoEConfig(moe_token_dispatcher_type=dispatcher)
-    layer = MoELayer("layers.0", CONFIG, context=context, init=Initializer(7, 0.5), dtype=DTYPE, moe=moe)
+    made = build_dispatcher(MoEConfig(moe_token_dispatcher_type=dispatcher), context, CONFIG, DTYPE)
+    layer = MoELayer("layers.0", CONFIG, context=context, init=Initializer(7, 0.5), dtype=DTYPE, dispatcher=made)
     if case.favourite is not None:
         with torch.no_grad():  # a row along the mean direction of the (then positive) tokens wins every time
             layer.router.weight[case.favourite] = 20.0

@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.utils.checkpoint
 
-from megatron_dllm.config import PRESETS
+from megatron_dllm.config import PRESETS, MoEConfig
+from megatron_dllm.moe.dispatchers.build import build_dispatcher
 from megatron_dllm.moe.layer import MoELayer
 from megatron_dllm.moe.replay import NOT_CHECKPOINTED, CallLog, Record, ReplayError, ReplayMonitor, fingerprint
 from megatron_dllm.parallel import ParallelContext
@@ -18,7 +19,9 @@ CONFIG = dataclasses.replace(PRESETS["toy"], hidden_size=6, moe_ffn_hidden_size=
 
 
 def build():
-    return MoELayer("layers.3", CONFIG, context=ParallelContext.single(), init=Initializer(7, 0.5), dtype=torch.float64)
+    context = ParallelContext.single()
+    dispatcher = build_dispatcher(MoEConfig(), context, CONFIG, torch.float64)
+    return MoELayer("layers.3", CONFIG, context=context, init=Initializer(7, 0.5), dtype=torch.float64, dispatcher=dispatcher)
 
 
 def tokens(count=9, seed=1):

@@ -6,6 +6,7 @@ alone, reading the keys and values that the first loop kept.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from ...config import ModelConfig, MoEConfig
 from ...diffusion.inputs import MicrobatchInputs
 from ...diffusion.losses import LossTerms, loss_terms
+from ...moe.dispatchers.build import build_dispatcher
 from ...parallel import ParallelContext, communication, gather_sequence, split_sequence, sum_grad_over, sum_over
 from ...tensor_parallel import VocabularyParallelEmbedding, linear_cross_entropy, soft_embedding
 from ...tensor_parallel.initialization import Init
@@ -57,8 +59,9 @@ class DiffusionGemma(nn.Module):
         shared = {"context": context, "init": init, "dtype": dtype}
         self.embedding = VocabularyParallelEmbedding("embedding.weight", (config.vocab_size, config.hidden_size), **shared)
         self.self_conditioning = SelfConditioning(config, **shared)
-        self.layers = nn.ModuleDict(
-            {str(layer): TransformerBlock(layer, config, recompute=recompute, moe=moe, **shared) for layer in range(config.num_layers)})
+        block = partial(TransformerBlock, config=config, recompute=recompute, grouped_experts=moe.moe_grouped_gemm,
+                        dispatcher=build_dispatcher(moe, context, config, dtype), **shared)
+        self.layers = nn.ModuleDict({str(layer): block(layer) for layer in range(config.num_layers)})
         self.final_norm = RMSNorm("final_norm", config.hidden_size, eps=config.norm_epsilon, context=context, dtype=dtype)
 
     @property

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...parallel import Group, ParallelContext, communication, gather_sequence, scatter_sum_sequence
 from ..permute import Permutation, RowOrder, permute, sort_by_expert, unpermute
 from .interface import LAYOUT_EXCHANGE
-from .transfer import Exchange
+from .transfer import all_to_all
 
 
 @dataclass(frozen=True)
@@ -66,14 +66,15 @@ class AllToAllTrip:
 
     def __init__(self, dispatcher: AllToAllDispatcher, plan: AllToAllPlan, weights: Tensor):
         self.etp, self.plan, self.weights = dispatcher.etp, plan, weights
-        self.there = Exchange(dispatcher.ep, plan.send, plan.receive)
-        self.back = Exchange(dispatcher.ep, plan.receive, plan.send)
+        self.there = all_to_all(dispatcher.ep, plan.send, plan.receive)
+        self.back = all_to_all(dispatcher.ep, plan.receive, plan.send)
 
     def dispatch(self, x: Tensor) -> None:
         self.there.start(permute(x, self.plan.permutation))
 
     def after_dispatch(self) -> tuple[Tensor, Tensor]:
-        rows = gather_sequence(self.there.finish(), self.etp, self.plan.gathered)
+        rows, = self.there.finish()
+        rows = gather_sequence(rows, self.etp, self.plan.gathered)
         return rows if self.plan.order is None else self.plan.order.apply(rows), self.plan.counts
 
     def combine(self, rows: Tensor) -> None:
@@ -81,4 +82,5 @@ class AllToAllTrip:
         self.back.start(scatter_sum_sequence(arrived, self.etp, self.plan.gathered))
 
     def after_combine(self) -> Tensor:
-        return unpermute(self.back.finish(), self.weights, self.plan.permutation)
+        rows, = self.back.finish()
+        return unpermute(rows, self.weights, self.plan.permutation)

@@ -1,16 +1,27 @@
 """The table of dispatchers."""
 from __future__ import annotations
 
-from ...config import MoEConfig
+import torch
+
+from ...config import ModelConfig, MoEConfig
 from ...parallel import ParallelContext
 from .allgather import AllGatherDispatcher
 from .alltoall import AllToAllDispatcher
+from .deepep import DeepEPDispatcher, check_use, import_package
+from .hybridep import HybridEPDispatcher
 from .interface import Dispatcher
 
+# --moe-token-dispatcher-type: class. Those of the second table take deep_ep and find in it the class named.
+PLAIN = {"allgather": AllGatherDispatcher, "alltoall": AllToAllDispatcher}
+BY_DEEP_EP = {"deepep": (DeepEPDispatcher, "Buffer"), "hybridep": (HybridEPDispatcher, "HybridEPBuffer")}
 
-def build_dispatcher(moe: MoEConfig, context: ParallelContext, num_experts: int) -> Dispatcher:
-    """The dispatcher that --moe-token-dispatcher-type names."""
-    return DISPATCHERS[moe.moe_token_dispatcher_type](context, num_experts)
 
-
-DISPATCHERS = {"allgather": AllGatherDispatcher, "alltoall": AllToAllDispatcher}
+def build_dispatcher(moe: MoEConfig, context: ParallelContext, config: ModelConfig, dtype: torch.dtype) -> Dispatcher:
+    """The dispatcher that the flags name, for all layers of a model; ValueError where it cannot work here. It is never another."""
+    name = moe.moe_token_dispatcher_type
+    if name in PLAIN:
+        return PLAIN[name](context, config.num_experts)
+    dispatcher, attribute = BY_DEEP_EP[name]
+    check_use(name, context, dtype)
+    package = import_package(name, attribute, context)
+    return dispatcher(context, config.num_experts, hidden_size=config.hidden_size, dtype=dtype, package=package)

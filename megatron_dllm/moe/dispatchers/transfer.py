@@ -1,7 +1,7 @@
-"""An all-to-all in two autograd nodes, start and finish, with whatever is computed between them running beside it."""
+"""A transfer between ranks in two autograd nodes, start and finish, with whatever is computed between them running beside it."""
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,54 +10,70 @@ from torch import Tensor
 from ...parallel import Group, communication
 
 
-@dataclass
-class Exchange:
-    """Rows to and from the ranks of `group`: rank r gets send[r] of ours and gives us receive[r], in rank order.
+@dataclass(frozen=True)
+class UnderWay:
+    """What a transfer will have delivered into `results` once `wait` has returned."""
 
-    In the backward, finish starts the gradient's way back and start waits for it.
+    results: tuple[Tensor, ...]
+    wait: Callable[[], object]
+
+
+class Transfer:
+    """`there` starts to send tensors; `back` starts to send the gradients of what arrived, and gives those of what was sent.
+
+    In the backward, the node of `finish` starts the gradients' way back and the node of `start` waits for them.
     """
 
-    group: Group
-    send: Sequence[int]
-    receive: Sequence[int]
-    _coming: communication.Pending | None = None
-    _returning: communication.Pending | None = None
-    _rows: Tensor | None = None
+    def __init__(self, there: Callable[..., UnderWay], back: Callable[..., UnderWay]):
+        self.there, self.back = there, back
+        self.coming: UnderWay | None = None
+        self.returning: UnderWay | None = None
+        self._arriving: tuple[Tensor, ...] = ()
 
-    def start(self, x: Tensor) -> None:
-        """Begin to send x [sum(send), H]."""
-        self._rows = x if self.group.size == 1 else _Start.apply(x, self)
+    def start(self, *sent: Tensor) -> None:
+        """Begin; called once."""
+        self._arriving = _Start.apply(self, *sent)
 
-    def finish(self) -> Tensor:
-        """[sum(receive), H]; called once."""
-        rows, self._rows = self._rows, None
-        return rows if self.group.size == 1 else _Finish.apply(rows, self)
+    def finish(self) -> tuple[Tensor, ...]:
+        """What arrived; called once."""
+        arriving, self._arriving = self._arriving, ()
+        return _Finish.apply(self, *arriving)
 
 
 class _Start(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, exchange: Exchange) -> Tensor:
-        ctx.exchange = exchange
-        exchange._coming = communication.start_all_to_all(x, exchange.send, exchange.receive, exchange.group)
-        return exchange._coming.result
+    def forward(ctx, transfer: Transfer, *sent: Tensor) -> tuple[Tensor, ...]:
+        ctx.transfer = transfer
+        transfer.coming = transfer.there(*sent)
+        return transfer.coming.results
 
     @staticmethod
-    def backward(ctx, _: Tensor):
-        # The argument is a stand-in of the right shape; the gradient itself is on its way.
-        pending, ctx.exchange._returning = ctx.exchange._returning, None
-        return pending.wait(), None
+    def backward(ctx, *_: Tensor):
+        # The arguments are stand-ins of the right shape; the gradients themselves are on their way.
+        under_way, ctx.transfer.returning = ctx.transfer.returning, None
+        under_way.wait()
+        return None, *under_way.results
 
 
 class _Finish(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows: Tensor, exchange: Exchange) -> Tensor:
-        ctx.exchange = exchange
-        pending, exchange._coming = exchange._coming, None
-        pending.wait()
-        return rows.view_as(rows)
+    def forward(ctx, transfer: Transfer, *arriving: Tensor) -> tuple[Tensor, ...]:
+        ctx.transfer = transfer
+        under_way, transfer.coming = transfer.coming, None
+        under_way.wait()
+        return tuple(x.view_as(x) for x in arriving)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
-        exchange = ctx.exchange
-        exchange._returning = communication.start_all_to_all(grad, exchange.receive, exchange.send, exchange.group)
-        return grad, None
+    def backward(ctx, *grads: Tensor):
+        ctx.transfer.returning = ctx.transfer.back(*grads)
+        return None, *grads
+
+
+def all_to_all(group: Group, send: Sequence[int], receive: Sequence[int]) -> Transfer:
+    """Rows [sum(send), H] to [sum(receive), H]: rank r gets the next send[r] of ours and gives us receive[r], in rank order."""
+
+    def start(x: Tensor, sent: Sequence[int], received: Sequence[int]) -> UnderWay:
+        pending = communication.start_all_to_all(x, sent, received, group)
+        return UnderWay((pending.result,), pending.wait)
+
+    return Transfer(lambda x: start(x, send, receive), lambda grad: start(grad, receive, send))
