@@ -14,10 +14,11 @@ from megatron_dllm.pipeline.graph import Message, Pipeline
 from megatron_dllm.pipeline.timing import Costs, time_compute
 
 
-def transfer_order(ready: int, message: Message) -> tuple[int, str, int, int, int]:
+def transfer_order(ready: int, message: Message) -> tuple[int, str, int, int, int, int]:
     """The sort key that orders all transfers of a step; `ready` is the tick at which the message exists."""
     # Messages that exist at the same tick are ordered by what they are, so that both ranks come to one order.
-    return ready, message.edge, message.producer.microbatch, message.producer.loop, message.source
+    _, microbatch, chunk, loop, _, _ = message.producer
+    return ready, message.edge, microbatch, loop, chunk, message.source
 
 
 def add_transfers(pipeline: Pipeline, lists: Sequence[Sequence[Action]], costs: Costs, *, overlap: bool = True) -> list[list[Action]]:

@@ -250,3 +250,17 @@ def test_sends_and_their_waits_pair_off():
         finished = [str(a)[:-1] for a in actions if a.kind not in POST_KINDS and a.edge]
         assert sorted(started) == sorted(finished)
         assert all(actions.index(a) < actions.index(parse_action(f"{a}!")) for a in actions if a.kind in SEND_KINDS & POST_KINDS)
+
+
+@pytest.mark.parametrize("transport", Transport)
+def test_transfers_of_one_queue_take_turns(transport):
+    """The second activation cannot travel before the first has arrived, though both ends are there in time."""
+    lists = [
+        parse_actions("F0.0 Sh0.0>1 F1.0 Sh1.0>1 Sh0.0>1! Sh1.0>1!"),
+        parse_actions("Rh0.0<0 Rh1.0<0 Rh1.0<0! Rh0.0<0! F0.0 F1.0"),
+    ]
+    pipeline = Pipeline(2, 1, (False, False), forward_only=True)
+    simulation = simulate(pipeline, lists, Costs.uniform(2), transports=[transport], latency=30)
+    assert simulation.faults == []
+    assert [(span.start, span.finish) for span in simulation.spans[0]] == [(0, 10), (10, 20)]
+    assert [(span.start, span.finish) for span in simulation.spans[1]] == [(10 + 30 + 30, 80), (80, 90)]

@@ -9,7 +9,7 @@ from megatron_dllm.pipeline.assembly import compute_lists
 from megatron_dllm.pipeline.graph import Pipeline
 from megatron_dllm.pipeline.simulator import Transport, simulate
 from megatron_dllm.pipeline.timing import Costs, lower_bound, time_compute
-from megatron_dllm.pipeline.transfers import add_reductions, add_transfers
+from megatron_dllm.pipeline.transfers import add_reductions, add_transfers, transfer_order
 
 TYPED = {  # name: (ranks, chunks, coins, overlap): compute list and full list of each rank
     "P2 plain": (2, 1, "0", True, [
@@ -98,6 +98,13 @@ def test_transfers_that_overlap_cost_no_time(ranks, chunks, coins, transport):
     lists = add_reductions(pipeline, add_transfers(pipeline, compute, costs))
     simulation = simulate(pipeline, lists, costs, transports=[transport])
     assert simulation.makespan == time_compute(pipeline, compute, costs).makespan
+
+
+def test_transfer_order_leaves_no_ties():
+    pipeline = Pipeline(2, 2, (True, False, True))
+    messages = [m for rank in range(2) for action in pipeline.compute_actions(rank) for m in pipeline.outputs(rank, action)]
+    assert len({transfer_order(5, message) for message in messages}) == len(messages) > 20
+    assert all(transfer_order(5, a) < transfer_order(6, b) for a in messages for b in messages)
 
 
 @pytest.mark.parametrize("coins", ["0000", "0110", "1111"])
