@@ -6,7 +6,7 @@ from dataclasses import MISSING, asdict, dataclass
 from typing import Any
 
 # The files of checks enter their rules into CHECKS.
-from megatron_dllm.config import checks_model, checks_run  # noqa: F401
+from megatron_dllm.config import checks_model, checks_moe, checks_run  # noqa: F401
 from megatron_dllm.config.check import CHECKS
 from megatron_dllm.config.model import ModelConfig
 from megatron_dllm.config.model_source import contradictions
@@ -107,6 +107,8 @@ NEEDS = (
     Needs(("max_canvases_per_row",), "--packing", lambda run: run.data.packing),
     Needs(("eval_iters",), "--eval-interval", lambda run: run.training.eval_interval is not None),
     Needs(("recompute_modules",), "--recompute-granularity selective", lambda run: run.training.recompute_granularity == "selective"),
+    Needs(("moe_recompute_replay",), "--recompute-granularity", lambda run: run.training.recompute_granularity is not None),
+    Needs(("moe_grouped_gemm",), "--bf16", lambda run: run.training.bf16),
     Needs(("profile_step_start", "profile_step_end"), "--profile", lambda run: run.training.profile),
     Needs(("lr_decay_iters", "min_lr"), "an --lr-decay-style that decays", lambda run: run.optimizer.lr_decay_style != "constant"),
     Needs(("lr_wsd_decay_iters", "lr_wsd_decay_style"), "--lr-decay-style WSD", lambda run: run.optimizer.lr_decay_style == "WSD"),

@@ -51,12 +51,12 @@ def run(layer, x, residual, output_weights, case):
     return {"y": y.detach(), "dx": x.grad, "dresidual": residual.grad}
 
 
-def worst_differences(rank, case, dispatcher, forget=""):
+def worst_differences(rank, case, dispatcher, forget="", builder=build):
     """Largest difference of outputs and gradients to one process with all the tokens, each relative to the largest value."""
     topology = Topology(world=len(case.tokens), ep=case.ep, etp=case.etp)
     context = create_context(topology, rank=rank, device=torch.device("cpu"), sequence_parallel=False)
     everyone = inputs(case)
-    layer = build(context, dispatcher, case)
+    layer = builder(context, dispatcher, case)
     ours = run(layer, *everyone[rank], case)
     alone = build(ParallelContext.single(), "alltoall", case)
     whole = run(alone, *(torch.cat(parts) for parts in zip(*everyone, strict=True)), case)

@@ -10,6 +10,7 @@ from megatron_dllm.config.data import DataConfig
 from megatron_dllm.config.run import FLAGS
 from megatron_dllm.config.validation import NEEDS, RANGES, UNAVAILABLE
 
+DEEPEP = {"moe_token_dispatcher_type": "deepep", "expert_model_parallel_size": 2, "bf16": True}
 WSD = {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 60}
 GOOD = parse(["--preset", "toy", "--train-iters", "100", "--data-path", "data.jsonl", "--global-batch-size", "24"])
 
@@ -72,6 +73,12 @@ CASES: list[tuple[str, dict, int, str]] = [
     ("course_fits", WSD | {"lr_warmup_iters": 41}, 1, "leaves less than 60 of 100 for the decay; set --lr-warmup-iters to at most 40"),
     ("course_fits", WSD | {"lr_warmup_fraction": 0.402}, 1, "a warm-up of 41 steps leaves less than 60"),
     ("course_fits", WSD | {"lr_wsd_decay_iters": 101}, 1, "a decay of 101 steps does not fit into 100; set --lr-wsd-decay-iters below 100"),
+    ("kernels_need_ranks", DEEPEP | {"expert_model_parallel_size": 1}, 1, "there is one; set --expert-model-parallel-size above 1"),
+    ("kernels_send_whole_experts", DEEPEP | {"expert_tensor_parallel_size": 2}, 4, "set --expert-tensor-parallel-size 1, or --moe-token"),
+    ("kernels_move_bf16", DEEPEP | {"bf16": False}, 2, "its kernels move bf16 rows; set --bf16, or --moe-token-dispatcher-type alltoall"),
+    ("kernels_run_on_cuda", DEEPEP | {"device": "cpu"}, 2, "run on CUDA devices; set --device cuda, or --moe-token"),
+    ("hybridep_cannot_repeat", DEEPEP | {"moe_token_dispatcher_type": "hybridep", "recompute_granularity": "full",
+     "moe_recompute_replay": False}, 2, "set --moe-recompute-replay, or leave --recompute-granularity out"),
     ("selective_names_modules", {"recompute_granularity": "selective"}, 1, "nothing is named to compute again; set --recompute-modules"),
     ("snapshot_needs_cuda", {"device": "cpu", "memory_snapshot_path": "m"}, 1, "leave out --memory-snapshot-path"),
     ("profile_has_steps", {"profile": True, "run_dir": "r", "profile_step_start": 12}, 1, "set --profile-step-end to at least 13"),
@@ -144,6 +151,8 @@ CONDITIONS = {
     "--tokenizer-type HuggingFaceTokenizer": ({}, {"tokenizer_type": "HuggingFaceTokenizer"}),
     "--packing": ({}, {"packing": True}),
     "--eval-interval": ({}, {"eval_interval": 10}),
+    "--bf16": ({}, {"bf16": True}),
+    "--recompute-granularity": ({}, {"recompute_granularity": "full"}),
     "--recompute-granularity selective": ({"recompute_granularity": "full"}, {"recompute_granularity": "selective"}),
     "--profile": ({}, {"profile": True}),
     "an --lr-decay-style that decays": ({"lr_decay_style": "constant"}, {"lr_decay_style": "linear"}),
