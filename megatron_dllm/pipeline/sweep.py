@@ -49,12 +49,14 @@ class Outcome:
 
 
 def cases(*, max_ranks: int, max_chunks: int, max_microbatches: int) -> Iterator[Case]:
-    """All legal sizes up to these, each with every kind of coins; once more without overlap and with a frozen embedding."""
+    """All legal sizes up to these, each with every kind of coins; those of the smallest group without overlap and E frozen as well."""
     for ranks, chunks, microbatches in _sizes(max_ranks, max_chunks, max_microbatches):
-        for group in legal_groups(ranks=ranks, chunks=chunks, microbatches=microbatches):
+        groups = legal_groups(ranks=ranks, chunks=chunks, microbatches=microbatches)
+        for group in groups:
             for coins in ("none", "some", "all"):
                 yield Case(ranks, chunks, microbatches, group, coins)
-            yield Case(ranks, chunks, microbatches, group, "some", overlap=False, embedding_trained=False)
+        if groups:
+            yield Case(ranks, chunks, microbatches, groups[0], "some", overlap=False, embedding_trained=False)
 
 
 def count_refusals(*, max_ranks: int, max_chunks: int, max_microbatches: int) -> int:

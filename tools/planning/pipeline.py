@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -30,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_argument("--columns", type=int, default=150, help="width of the timeline in the terminal")
     output.add_argument("--sweep", action="store_true", help="check all schedules of up to 8 ranks, 4 virtual stages each, 16 microbatches")
     output.add_argument("--quick", action="store_true", help="sweep up to 5 ranks, 3 virtual stages each and 8 microbatches only")
-    output.add_argument("--processes", type=int, default=2, help="processes that share the sweep")
+    output.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="processes that share the sweep")
 
 
 def add_size_arguments(group: argparse._ArgumentGroup) -> None:
