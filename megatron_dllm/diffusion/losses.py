@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..transformer.rows import take_distinct
 from .inputs import NOISE_BINS, Scored
 
 NUM_GROUPS = 1 + NOISE_BINS  # the autoregressive loss, then the diffusion loss by tenths of the noise level
@@ -34,7 +35,7 @@ class LossTerms:
 def loss_terms(cross_entropy: Callable, hidden: Tensor, scored: Scored) -> LossTerms:
     """The terms of one pass: `hidden` [T, H] holds every token of the pass, `scored` says which count."""
     result = cross_entropy(
-        hidden[scored.rows], targets=scored.targets, token_weights=scored.weights, observed=scored.observed, bonus=scored.bonus)
+        take_distinct(hidden, scored.rows), targets=scored.targets, token_weights=scored.weights, observed=scored.observed, bonus=scored.bonus)
 
     def by_group(values: Tensor) -> Tensor:
         # One-hot product instead of an atomic add: the same sum on every run.

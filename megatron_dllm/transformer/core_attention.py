@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .attention_work import WorkGroup, work_list
 from .precision import at_least_fp32
+from .rows import Rows, take_distinct
 from .visibility import Visibility
 
 
@@ -27,10 +28,10 @@ class AttentionPlan:
 
 @dataclass(frozen=True)
 class DeviceGroup:
-    """A WorkGroup with its indices on the device; a contiguous run of queries or keys is a slice, so that no copy is made of it."""
+    """A WorkGroup with its indices on the device."""
 
-    queries: Tensor | slice
-    keys: Tensor | slice
+    queries: Rows
+    keys: Rows
     num_pieces: int
     mask: Tensor | None
     causal: bool
@@ -55,14 +56,7 @@ def attention_plan(visibility: Visibility, window: int | None, device: torch.dev
 
 def _on_device(group: WorkGroup, device: torch.device) -> DeviceGroup:
     mask = None if group.mask is None else torch.from_numpy(group.mask).to(device)
-    return DeviceGroup(_index(group.queries, device), _index(group.keys, device), len(group.queries), mask, group.causal)
-
-
-def _index(values, device: torch.device) -> Tensor | slice:
-    flat = values.reshape(-1)
-    if len(flat) and int(flat[-1]) - int(flat[0]) + 1 == len(flat) and bool((flat[1:] > flat[:-1]).all()):
-        return slice(int(flat[0]), int(flat[-1]) + 1)
-    return torch.from_numpy(flat).to(device)
+    return DeviceGroup(Rows.of(group.queries, device), Rows.of(group.keys, device), len(group.queries), mask, group.causal)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> Tensor:
@@ -71,7 +65,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> Te
         return query
     outputs = [_attend_group(query, key, value, group) for group in plan.groups]
     merged = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    in_order = merged if plan.order is None else merged[plan.order]
+    in_order = merged if plan.order is None else take_distinct(merged, plan.order)
     num_fill = len(query) - plan.num_queries
     return F.pad(in_order, (0, 0, 0, 0, 0, num_fill)) if num_fill else in_order
 
@@ -84,9 +78,9 @@ def _attend_group(query: Tensor, key: Tensor, value: Tensor, group: DeviceGroup)
     return out.transpose(1, 2).reshape(-1, heads, query.shape[-1])
 
 
-def _pieces(x: Tensor, index: Tensor | slice, count: int, heads: int) -> Tensor:
+def _pieces(x: Tensor, rows: Rows, count: int, heads: int) -> Tensor:
     """[count, heads, length, d]; fewer key heads are repeated, since grouped kernels fall back to a quadratic one at large d."""
-    chosen = x[index].unflatten(0, (count, -1)).transpose(1, 2)
+    chosen = rows.take(x).unflatten(0, (count, -1)).transpose(1, 2)
     return chosen if x.shape[1] == heads else chosen.repeat_interleave(heads // x.shape[1], dim=1)
 
 
