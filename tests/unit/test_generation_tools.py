@@ -10,11 +10,12 @@ import pytest
 import torch
 from PIL import Image
 
-from megatron_dllm.checkpoint import store
-from megatron_dllm.checkpoint.model_state import named_tensors
+from megatron_dllm.checkpoint.model_state import named_tensors, whole_tensors_reader
+from megatron_dllm.checkpoint.save import save
+from megatron_dllm.checkpoint.store import TrainingState
 from megatron_dllm.config import parse, to_arguments_text
 from megatron_dllm.models.diffusion_gemma.build import build_model
-from megatron_dllm.models.diffusion_gemma.transformers_directory import Export
+from megatron_dllm.models.diffusion_gemma.transformers_export import Export
 from megatron_dllm.parallel import ParallelContext
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,8 +36,7 @@ def save_run(folder: Path, *flags: str) -> str:
     torch.set_num_threads(1)
     run = parse([*TINY, *flags])
     model = build_model(run, ParallelContext.single())
-    store.save(folder, store.TrainingState(1, 8, 1), model={n: t.detach() for n, t in named_tensors(model)}, optimizer={},
-               arguments=to_arguments_text(run))
+    save(folder, TrainingState(1, 8, 1), model={n: t.detach() for n, t in named_tensors(model)}, optimizer={}, arguments=to_arguments_text(run))
     return str(folder)
 
 
@@ -104,6 +104,12 @@ def test_generate_refuses(chat_run, tmp_path, capsys, flags, message):
     assert message in capsys.readouterr().err
 
 
+def test_generate_checks_all_prompts_before_it_generates(chat_run, capsys):
+    assert tool("generate").main(["--load", chat_run, "--prompt", "a", "a" * 4090, "--batch-size", "1"]) == 2
+    captured = capsys.readouterr()
+    assert "prompt 1 has 4094 tokens" in captured.err and not captured.out
+
+
 def test_generate_names_a_folder_without_a_model(tmp_path, capsys):
     assert tool("generate").main(["--load", str(tmp_path), "--prompt", "a"]) == 2
     assert str(tmp_path) in capsys.readouterr().err
@@ -141,6 +147,13 @@ def test_evaluate_chat_with_other_sampler_flags(chat_run, tmp_path):
     assert status == 0 and "losses" not in result and result["generation"]["effective_steps"] == 2
 
 
+def test_evaluate_measures_one_process_at_the_full_canvas_length(chat_run):
+    evaluate = tool("evaluate")
+    arguments, flags = evaluate.parse(["--load", chat_run, "--batch-size", "3", "--canvas-length-schedule", "0:8,10:16"])
+    run = evaluate.configure(arguments, flags)
+    assert run.objective.canvas_length_schedule == "" and run.training.micro_batch_size == 3 and run.model.canvas_length == 16
+
+
 @pytest.mark.parametrize("flags, message", [
     (["--on", "test"], "leaves no example there"),
     (["--window-size", "25"], "--window-size"),
@@ -161,7 +174,7 @@ def transformers_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("export") / "model"
     run = parse([*TINY, "--eos-token-id", "4"])
     tensors = {name: tensor.detach() for name, tensor in named_tensors(build_model(run, ParallelContext.single()))}
-    Export(run.model, tensors.__getitem__, torch.float32).write(folder)
+    Export(run.model, whole_tensors_reader(tensors), lambda name: torch.float32).write(folder)
     save_tokenizer(folder)
     return folder
 
