@@ -71,7 +71,9 @@ class TransformerBlock(nn.Module):
 
     def _apart(self, call: Call, h: Tensor, token_pass: TokenPass) -> Tensor:
         """d + m."""
-        return self.recompute("mlp", self._dense, h) + self.recompute.with_moe("moe", self._routed, call, h, token_pass)
+        # In this order gradients are added to h's as they are in `_overlapped`, so that recompute changes no bit.
+        routed = self.recompute.with_moe("moe", self._routed, call, h, token_pass)
+        return self.recompute("mlp", self._dense, h) + routed
 
     def _overlapped(self, call: Call, h: Tensor, token_pass: TokenPass) -> Tensor:
         """d + m."""
