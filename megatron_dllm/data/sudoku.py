@@ -77,6 +77,12 @@ class SudokuTokenizer:
         digits = np.asarray(ids, np.int64) - (self.FIRST_DIGIT - 1)
         return np.where((digits >= 1) & (digits <= self.size), digits, 0)
 
+    def save_pretrained(self, path: Path) -> None:
+        """Write it into a folder, as transformers' AutoTokenizer loads it."""
+        from megatron_dllm.data.tokenizer_export import save_letter_tokenizer
+
+        save_letter_tokenizer(path, self._pieces, replaced={"0": "."})
+
 
 class SudokuSource:
     """The first `num_puzzles` puzzles of a split and their solutions, as an ExampleSource.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +52,10 @@ class Tokenizer(Protocol):
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None, *, add_generation_prompt: bool = False
     ) -> ChatTokens:
         """The conversation as ids. ValueError when there is no template; SampleError when it refuses these messages."""
+        ...
+
+    def save_pretrained(self, path: Path) -> None:
+        """Write it into a folder, as transformers' AutoTokenizer loads it."""
         ...
 
 
@@ -110,6 +115,11 @@ class ByteTokenizer:
             mask.append(False)
         return ChatTokens(ids, mask)
 
+    def save_pretrained(self, path: Path) -> None:
+        from .tokenizer_export import save_byte_tokenizer
+
+        save_byte_tokenizer(path, self.SPECIALS)
+
 
 def _plain_content(message: Message) -> str:
     """Content as one string: text parts are joined; tool calls, which have no form of their own here, are written as JSON."""
@@ -141,6 +151,7 @@ class HuggingFaceTokenizer:
             self._tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         except (OSError, ValueError) as error:
             raise ValueError(f"{directory}: no tokenizer that transformers can read without running the folder's code: {error}") from error
+        self._has_other_template = chat_template is not None
         if chat_template is not None:
             self._tokenizer.chat_template = chat_template
         self.name = directory
@@ -180,6 +191,14 @@ class HuggingFaceTokenizer:
             raise SampleError("the chat template refuses the conversation", str(error)) from error
         mask = [bool(inside) for inside in rendered["assistant_masks"]] if has_tags else None
         return ChatTokens(list(rendered["input_ids"]), mask)
+
+    def save_pretrained(self, path: Path) -> None:
+        """The files of the directory as they are; with --chat-template, that template in place of its own."""
+        for file in sorted({file for pattern in TOKENIZER_FILES for file in Path(self.name).glob(pattern) if file.is_file()}):
+            if file.name != "generation_config.json":  # which is the model's
+                shutil.copyfile(file, path / file.name)
+        if self._has_other_template:
+            (path / "chat_template.jinja").write_text(self._tokenizer.chat_template, encoding="utf-8")
 
 
 def _generation_eos_ids(directory: Path) -> list[int]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ..checkpoint.shards import Shard
 from ..config import OptimizerConfig
 from ..data_parallel import GradientBuckets, Piece, count_zeros, finalize_gradients, gradient_norm
 from ..data_parallel.buckets import BUCKET_ELEMENTS
@@ -94,7 +95,7 @@ class MasterOptimizer:
         for group in self.torch.param_groups:
             group["lr"] = lr
         self.torch.step()
-        self._refresh_parameters()
+        self.refresh_parameters()
         self.drop_gradients()
 
     def drop_gradients(self) -> None:
@@ -107,12 +108,6 @@ class MasterOptimizer:
         for h in self.held:
             if h.is_copied:
                 h.master.copy_(h.piece.values)
-
-    def _refresh_parameters(self) -> None:
-        for h in self.held:
-            if h.is_copied:
-                h.piece.values.copy_(h.master)
-        self.buckets.gather_parameters()
 
     def masters(self) -> Iterator[tuple[str, Tensor]]:
         """(name, whole master) of every trainable parameter, gathered one by one; every rank must go through all of them."""
@@ -135,24 +130,28 @@ class MasterOptimizer:
         state = self.torch.state.get(self.held[0].master, {})
         return int(state["step"].item()) if "step" in state else 0
 
-    @torch.no_grad()
-    def load(self, masters: Mapping[str, Tensor], states: Mapping[tuple[str, str], Tensor], num_steps: int) -> None:
-        """Take over masters and moments from whole tensors by name; the parameters follow. KeyError where one is missing."""
+    def shards(self) -> Iterator[Shard]:
+        """What this rank holds of masters and, after the first step, of moments, as a checkpoint has them: read from it and loaded into."""
+        has_moments = self.num_steps() > 0
         for h in self.held:
-            h.master.copy_(_cut(masters[h.name], h))
+            yield Shard.flat_range(h.name, h.master, h.piece.start, h.piece.placement)
+            for state in STATES if has_moments else ():
+                yield Shard.flat_range(f"{state}/{h.name}", self.torch.state[h.master][state], h.piece.start, h.piece.placement)
+
+    def make_moments(self, num_steps: int) -> None:
+        """Moments of zero, as after this many updates, for a checkpoint to be loaded into; none for 0."""
+        for h in self.held:
             if num_steps:
-                self.torch.state[h.master] = {
-                    "step": torch.tensor(float(num_steps), device=h.master.device),
-                    **{state: _cut(states[h.name, state], h).to(h.master, copy=True) for state in STATES}}
-        self._refresh_parameters()
+                step = torch.tensor(float(num_steps), device=h.master.device)
+                self.torch.state[h.master] = {"step": step, **{state: torch.zeros_like(h.master) for state in STATES}}
 
-
-def _cut(whole: Tensor, held: Held) -> Tensor:
-    """The elements of a whole tensor that a piece stands for, flat; fill is zero."""
-    placement = held.piece.placement
-    local = torch.zeros(placement.local_shape, dtype=whole.dtype, device=whole.device)
-    placement.region(local).copy_(placement.cut(whole))
-    return local.view(-1)[held.piece.start:held.piece.stop]
+    @torch.no_grad()
+    def refresh_parameters(self) -> None:
+        """Give the parameters their masters' values, on every rank."""
+        for h in self.held:
+            if h.is_copied:
+                h.piece.values.copy_(h.master)
+        self.buckets.gather_parameters()
 
 
 def _hold(piece: Piece) -> Held:

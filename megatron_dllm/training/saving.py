@@ -1,41 +1,50 @@
 """When a run saves and exports, and how it takes up what was saved."""
 from __future__ import annotations
 
-import itertools
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 
 from ..checkpoint import store
-from ..checkpoint.model_state import load_whole_tensors, named_tensors
+from ..checkpoint.model_state import load_tensors, named_tensors
+from ..checkpoint.retention import Retention
+from ..checkpoint.save import CheckpointWriter, SaveOutcome, describe_bytes
+from ..checkpoint.shards import Shard
 from ..config import to_arguments_text
-from ..models.diffusion_gemma.transformers_directory import Export, TransformersDirectory, save_assets
-from ..parallel import ParallelContext
+from ..models.diffusion_gemma.huggingface import Offset
+from ..models.diffusion_gemma.transformers_directory import CONFIG, TransformersDirectory
+from ..models.diffusion_gemma.transformers_export import Export, save_assets
 from ..parallel.gathering import gather_whole
+from ..parallel.placement import cut_rectangle
 from .logging import RunLogger
 from .status import RunStatus
 
 if TYPE_CHECKING:
     from .loop import Trainer
 
-Key = TypeVar("Key")
 ASSETS = "assets"  # what an export of the run carries through: beside its checkpoints
 BEST = "best"
 
 
 def restore(trainer: Trainer) -> int:
     """Load --load's newest valid checkpoint, or else --pretrained-checkpoint's weights; the iteration to go on from."""
-    options = trainer.run.checkpoint
+    options, world = trainer.run.checkpoint, trainer.context.world
     if options.load:
-        found = store.find_newest(Path(options.load))
+        folder = Path(options.load)
+        found = store.find_newest(folder, lambda text: _say(trainer, text), world=world)
         if found is not None:
             _resume(trainer, found)
             _say(trainer, f"resuming from {found.path}, iteration {found.state.iteration}")
             return found.state.iteration
-        _say(trainer, f"--load {options.load} holds no checkpoint: starting "
+        if store.checkpoints_in(folder):
+            raise ValueError(f"--load {folder}: none of its checkpoints is valid (see above); to start anew, move them away, or name "
+                             "another folder")
+        _say(trainer, f"--load {folder} holds no checkpoint: starting "
              + (f"from --pretrained-checkpoint {options.pretrained_checkpoint}" if options.pretrained_checkpoint else "at random"))
     if options.pretrained_checkpoint:
         _load_pretrained(trainer, Path(options.pretrained_checkpoint))
@@ -47,26 +56,57 @@ def _resume(trainer: Trainer, found: store.Checkpoint) -> None:
     if consumed != found.state.iteration * size:
         raise ValueError(f"--global-batch-size {size}: checkpoint {found.path} has consumed {consumed} rows in {found.state.iteration} "
                          f"iterations; resume with {consumed // max(found.state.iteration, 1)}, or start anew from --pretrained-checkpoint")
-    tensors = found.model()
-    load_whole_tensors(trainer.model, tensors.items(), str(found.path))
-    trainer.optimizer.load(tensors, found.optimizer(), found.state.optimizer_steps)
+    _check_schedule(trainer, found)
+    optimizer = trainer.optimizer
+    optimizer.make_moments(found.state.optimizer_steps)
+    found.load(state_shards(trainer))
+    optimizer.refresh_parameters()
+
+
+def _check_schedule(trainer: Trainer, found: store.Checkpoint) -> None:
+    """ValueError where the learning rates to come are not those that the run was started with, unless --override-opt-param-scheduler."""
+    stored, ours = found.state.schedule, schedule_values(trainer)
+    changed = [f"{name} {stored[name]} became {value}" for name, value in ours.items() if name in stored and stored[name] != value]
+    if not changed:
+        return
+    if not trainer.run.checkpoint.override_opt_param_scheduler:
+        raise ValueError(f"checkpoint {found.path} was saved under another schedule of the learning rate: {', '.join(changed)}; give the "
+                         f"run's own flags again (decay defaults to the length of the run: set --lr-decay-iters {stored.get('decay')}), or "
+                         "--override-opt-param-scheduler to go on with the new one")
+    _say(trainer, f"--override-opt-param-scheduler: {', '.join(changed)}")
+
+
+def schedule_values(trainer: Trainer) -> dict[str, float | int | str]:
+    """What the learning rates and the weight decay of a run follow from."""
+    return asdict(trainer.schedule) | {"weight_decay": trainer.run.optimizer.weight_decay}
+
+
+def state_shards(trainer: Trainer) -> Iterator[Shard]:
+    """What this rank holds of a checkpoint: parameters and buffers, trained ones as their masters, and moments."""
+    trained = trainer.optimizer.parameters
+    for name, tensor in named_tensors(trainer.model):
+        if name not in trained:
+            yield Shard.placed(name, tensor, tensor.placement if isinstance(tensor, nn.Parameter) else None)
+    yield from trainer.optimizer.shards()
 
 
 def _load_pretrained(trainer: Trainer, path: Path) -> None:
-    if (path / "config.json").is_file():
+    """Each rank reads its own rectangles alone."""
+    assets, world = _assets_folder(trainer), trainer.context.world
+    keeps_assets = assets is not None and world.rank == 0 and not assets.exists()
+    if (path / CONFIG).is_file():
         source = TransformersDirectory.open(path)
-        load_whole_tensors(trainer.model, source.tensors(), str(path))
-        assets = _assets_folder(trainer)
-        if assets is not None and trainer.context.world.rank == 0 and not assets.exists():
+        load_tensors(trainer.model, source, str(path))
+        if keeps_assets:
             save_assets(source, assets)
     else:
-        found = store.open_checkpoint(path) if path.name.startswith("iter_") else store.find_newest(path)
+        found = (store.open_checkpoint(path, world=world, kinds=("model",)) if path.name.startswith("iter_") else
+                 store.find_newest(path, lambda text: _say(trainer, text), world=world, kinds=("model",)))
         if found is None:
             raise ValueError(f"--pretrained-checkpoint {path} holds neither a transformers model nor a valid checkpoint of ours")
-        load_whole_tensors(trainer.model, found.model().items(), str(found.path))
-        assets, theirs = _assets_folder(trainer), found.path.parent / ASSETS
-        if assets is not None and theirs.is_dir() and not assets.exists():
-            shutil.copytree(theirs, assets)
+        load_tensors(trainer.model, found, str(found.path))
+        if keeps_assets and (found.path.parent / ASSETS).is_dir():
+            shutil.copytree(found.path.parent / ASSETS, assets)
     trainer.optimizer.refresh_masters()
     _say(trainer, f"starting from the weights of {path}")
 
@@ -82,19 +122,44 @@ def _assets_folder(trainer: Trainer) -> Path | None:
 
 
 class Saver:
-    """Saves a run's checkpoints and exports as its flags say, and keeps status.json.
+    """Saves a run's checkpoints and exports as its flags say, and keeps status.json. Every rank makes the same calls.
 
-    Every rank takes part, since whole tensors are gathered; rank 0 has them and writes.
+    A save that fails on the way is reported, and the run goes on; one at its end raises.
     """
 
     def __init__(self, trainer: Trainer, logger: RunLogger, status: RunStatus):
         self.trainer, self.logger, self.status, self.options = trainer, logger, status, trainer.run.checkpoint
-        self.is_writer = trainer.context.world.rank == 0
-        self.saved_at: int | None = None
+        self.is_main = trainer.context.world.rank == 0
+        self.saved: Path | None = None
+        self.iteration = 0
         self.best_loss = _best_so_far(self.options.save)
+        self.writer = self._writer(Path(self.options.save)) if self.options.save else None
+        if self.writer:
+            self._announce(Path(self.options.save))
+
+    def _writer(self, folder: Path) -> CheckpointWriter:
+        retention = Retention(self.options.save_total_limit, self.options.save_retain_interval)
+        return CheckpointWriter(folder, self.trainer.context.world, in_background=self.options.async_save, retention=retention)
+
+    def _announce(self, folder: Path) -> None:
+        """The size of a checkpoint, and the room there is. ValueError where the folder cannot be written to."""
+        if not self.is_main:
+            return
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            store.write_text(folder / ".writable", "")
+            (folder / ".writable").unlink()
+        except OSError as error:
+            raise ValueError(f"--save {folder} cannot be written to: {error}") from None
+        size, free = checkpoint_bytes(self.trainer), shutil.disk_usage(folder).free
+        self.logger.message(f"a checkpoint takes {describe_bytes(size)}; {folder} has {describe_bytes(free)} free"
+                            + (f": room for {free // size}" if free < 20 * size else ""))
 
     def after(self, iteration: int) -> None:
         """What is due after an iteration."""
+        self.iteration = iteration
+        if self.writer and (outcome := self.writer.poll()):
+            self._tell(outcome)
         if self.options.save and self.options.save_interval and iteration % self.options.save_interval == 0:
             self.save(iteration)
         if self.options.save_hf and self.options.save_hf_interval and iteration % self.options.save_hf_interval == 0:
@@ -104,71 +169,99 @@ class Saver:
         """Keep the model with the lowest evaluation loss under <save>/best."""
         loss = metrics["loss"]
         if self.options.save_best and self.options.save and loss < self.best_loss:
-            self.best_loss = loss
             folder = Path(self.options.save) / BEST
-            self._write(folder, iteration)
-            if self.is_writer:
+            writer = CheckpointWriter(folder, self.trainer.context.world, retention=Retention(total_limit=1))
+            outcome, = writer.save(self._state(iteration), state_shards(self.trainer), to_arguments_text(self.trainer.run))
+            if outcome.path is None:
+                self.logger.message(f"the best model so far could not be saved: {outcome.error}")
+                return
+            self.best_loss = loss
+            if self.is_main:
                 store.write_text(folder / "loss.txt", f"{loss!r}\n")
-                for path in folder.glob("iter_*"):
-                    if path != store.iteration_folder(folder, iteration):
-                        shutil.rmtree(path)
             self.logger.message(f"lowest evaluation loss so far, {loss:.6f}: saved to {folder}")
 
     def finish(self, iteration: int, reason: str | None) -> None:
         """Save and export at the end of the run, and write how it ended."""
-        path = None
-        if self.options.save:
-            path = store.iteration_folder(Path(self.options.save), iteration)
-            if self.saved_at != iteration:
+        self.iteration = iteration
+        if self.writer:
+            self._tell_all(self.writer.wait())
+            if self.saved != store.iteration_folder(self.writer.folder, iteration):
                 self.save(iteration)
+                self._tell_all(self.writer.wait())
+            self.writer.close()
+            if self.saved != store.iteration_folder(self.writer.folder, iteration):
+                raise OSError(f"the last checkpoint, of iteration {iteration}, could not be saved; the newest is {self.saved}")
         if self.options.save_hf and reason is None:
             self.export(iteration, Path(self.options.save_hf))
         if reason is None:
-            self.status.finished(iteration, checkpoint=path)
+            self.status.finished(iteration, checkpoint=self.saved)
         else:
             self.logger.message(f"stopped after iteration {iteration}: {reason}")
-            self.status.stopped(iteration, reason, checkpoint=path)
+            self.status.stopped(iteration, reason, checkpoint=self.saved)
 
     def save(self, iteration: int) -> None:
-        """Write a checkpoint now."""
-        path = self._write(Path(self.options.save), iteration)
-        self.saved_at = iteration
-        self.status.progress(iteration, checkpoint=path)
-        self.logger.message(f"saved {path}")
+        """Save now; in the background with --async-save."""
+        self._tell_all(self.writer.save(self._state(iteration), state_shards(self.trainer), to_arguments_text(self.trainer.run)))
 
-    def _write(self, folder: Path, iteration: int) -> Path:
-        optimizer, training = self.trainer.optimizer, self.trainer.run.training
-        state = store.TrainingState(iteration, iteration * training.global_batch_size, optimizer.num_steps())
-        tensors = self._tensors()
-        moments = self._kept(((name, kind), tensor) for name, kind, tensor in optimizer.states())
-        if self.is_writer:
-            store.save(folder, state, model=tensors, optimizer=moments, arguments=to_arguments_text(self.trainer.run))
-        return store.iteration_folder(folder, iteration)
+    def _tell_all(self, outcomes: list[SaveOutcome]) -> None:
+        for outcome in outcomes:
+            self._tell(outcome)
 
-    def _tensors(self) -> dict[str, Tensor]:
-        """Every parameter and buffer, whole, trainable ones as their masters; nothing on ranks that do not write."""
-        trained, context = self.trainer.optimizer.parameters, self.trainer.context
-        others = ((name, _whole(t, context)) for name, t in named_tensors(self.trainer.model) if name not in trained)
-        return self._kept(itertools.chain(others, self.trainer.optimizer.masters()))
+    def _tell(self, outcome: SaveOutcome) -> None:
+        if outcome.path is None:
+            newest = self.saved or "none of this run's"
+            self.logger.message(f"SAVING ITERATION {outcome.iteration} FAILED: {outcome.error}; the newest checkpoint is {newest}")
+            return
+        self.saved = outcome.path
+        self.status.progress(max(outcome.iteration, self.iteration), checkpoint=outcome.path)
+        self.logger.message(f"saved {outcome.path} in {outcome.seconds:.1f} s")
 
-    def _kept(self, tensors: Iterable[tuple[Key, Tensor]]) -> dict[Key, Tensor]:
-        """The tensors on the rank that writes; the others take part in gathering them and keep none."""
-        return {key: tensor.detach() for key, tensor in tensors if self.is_writer}
+    def _state(self, iteration: int) -> store.TrainingState:
+        trainer, context = self.trainer, self.trainer.context
+        layout = {axis: context.group(axis).size for axis in ("tp", "cp", "dp", "pp", "ep", "etp", "edp")}
+        return store.TrainingState(
+            iteration, iteration * trainer.run.training.global_batch_size, trainer.optimizer.num_steps(), layout, schedule_values(trainer))
 
     def export(self, iteration: int, path: Path) -> None:
-        """Write a transformers directory, in bf16 where the run computes in it."""
-        tensors, assets = self._tensors(), _assets_folder(self.trainer)
-        if not self.is_writer:
+        """Write a transformers directory in the dtype that the run computes in; ranks give their parts of each tensor as it is due."""
+        run, assets = self.trainer.run, _assets_folder(self.trainer)
+        gathered = _GatheredTensors(self.trainer)
+        assets = assets if assets is not None and assets.is_dir() else None
+        export = Export(run.model, gathered.read, lambda name: self.trainer.model.dtype, assets, self.trainer.tokenizer, run.generation)
+        if not self.is_main:
+            for name in export.reading_order():
+                gathered.whole(name)
             return
-        Export(self.trainer.run.model, lambda name: tensors[name].cpu(), self.trainer.model.dtype,
-               assets if assets is not None and assets.is_dir() else None).write(path)
-        self.trainer.tokenizer.save_pretrained(path)
+        export.write(path)
         self.logger.message(f"exported iteration {iteration} to {path}")
 
 
-def _whole(tensor: Tensor, context: ParallelContext) -> Tensor:
-    """A parameter whole; a buffer as it is, since every rank has all of it."""
-    return gather_whole(tensor.detach(), tensor.placement, context) if isinstance(tensor, nn.Parameter) else tensor
+class _GatheredTensors:
+    """Whole tensors of the model, one at a time; every rank asks for the same ones in the same order."""
+
+    def __init__(self, trainer: Trainer):
+        self.tensors, self.context = dict(named_tensors(trainer.model)), trainer.context
+        self.name, self.tensor = "", None
+
+    def whole(self, name: str) -> Tensor:
+        if name != self.name:
+            tensor = self.tensors[name].detach()
+            placement = getattr(self.tensors[name], "placement", None)
+            self.name, self.tensor = name, (tensor if placement is None else gather_whole(tensor, placement, self.context)).cpu()
+        return self.tensor
+
+    def read(self, name: str, offset: Offset, extent: Offset) -> Tensor:
+        """As a TensorSource."""
+        return cut_rectangle(self.whole(name), offset, extent)
+
+
+def checkpoint_bytes(trainer: Trainer) -> int:
+    """Size of a checkpoint after the first step: trained parameters with two moments, all in fp32 at least."""
+    trained, size = trainer.optimizer.parameters, 0
+    for name, tensor in named_tensors(trainer.model):
+        elements = torch.Size(getattr(tensor, "placement", tensor).shape).numel()
+        size += elements * (3 * max(tensor.itemsize, 4) if name in trained else tensor.itemsize)
+    return size
 
 
 def _best_so_far(save: str | None) -> float:

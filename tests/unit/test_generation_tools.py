@@ -36,7 +36,8 @@ def save_run(folder: Path, *flags: str) -> str:
     torch.set_num_threads(1)
     run = parse([*TINY, *flags])
     model = build_model(run, ParallelContext.single())
-    save(folder, TrainingState(1, 8, 1), model={n: t.detach() for n, t in named_tensors(model)}, optimizer={}, arguments=to_arguments_text(run))
+    tensors = {name: tensor.detach() for name, tensor in named_tensors(model)}
+    save(folder, TrainingState(1, 8, 1), model=tensors, optimizer={}, arguments=to_arguments_text(run))
     return str(folder)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from ...checkpoint.model_state import load_whole_tensors
+from ...checkpoint.model_state import load_tensors
 from ...config import ModelConfig, RunConfig
 from ...parallel import ParallelContext
 from ...tensor_parallel.initialization import Constant, Init, Initializer
@@ -39,5 +39,5 @@ def load_transformers(path: str | Path, context: ParallelContext, dtype: torch.d
     """The model of a transformers directory, for inference."""
     source = TransformersDirectory.open(path)
     model = empty_model(source.config, context, dtype)
-    load_whole_tensors(model, source.tensors(), str(path))
+    load_tensors(model, source, str(path))
     return model

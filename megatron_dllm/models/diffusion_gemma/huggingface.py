@@ -1,18 +1,22 @@
 """The released tensors' names and shapes, and ours: one table, read by import and by export (MODEL.md section 6).
 
-Import gives our tensors one by one, each from the slices of a safetensors directory that it needs; export gives theirs one by one. Neither holds
-more than one tensor of the model at a time. An unexpected, missing or misshapen tensor is an error that names it.
+Import gives rectangles of our tensors, each from the rectangles of theirs that it needs; export gives theirs piece by piece. An
+unexpected, missing or misshapen tensor is an error that names it.
 """
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from ...checkpoint.tensor_files import row_blocks
 from ...config import ModelConfig
+
+Offset = tuple[int, ...]
+Read = Callable[[str, Offset, Offset], Tensor]  # (name, offset, extent) -> that rectangle of the tensor
 
 # What belongs to the vision tower is carried through import and export untouched.
 CARRIED_PREFIXES = ("model.encoder.vision_tower.", "model.encoder.embed_vision.")
@@ -41,14 +45,28 @@ class Link:
             return self.shape[0], self.shape[1] * self.shape[2], *self.shape[3:]
         return self.shape
 
-    def to_ours(self, theirs: list[Tensor]) -> Tensor:
-        """Our tensor from theirs, in the order of `self.theirs`."""
-        return torch.stack(theirs).reshape(self.shape) if self.kind == "parts" else theirs[0].reshape(self.shape)
+    def to_ours(self, offset: Offset, extent: Offset, read: Read) -> Tensor:
+        """A rectangle of our tensor, from the rectangles of theirs that it needs."""
+        if self.kind == "parts":
+            rows = range(offset[0], offset[0] + extent[0])
+            pieces = [read(self.theirs[row], offset[1:] or (0,), extent[1:] or (1,)) for row in rows]
+            return torch.stack(pieces).reshape(tuple(extent)) if pieces else read(self.theirs[0], *[(0,) * len(self.their_shape)] * 2)
+        if self.kind == "same":
+            return read(self.theirs[0], offset, extent)
+        width = self.shape[2]
+        if extent[2] == width:
+            inner = read(self.theirs[0], (offset[0], offset[1] * width, *offset[3:]), (extent[0], extent[1] * width, *extent[3:]))
+        else:
+            starts = [(offset[1] + part) * width + offset[2] for part in range(extent[1])]
+            pieces = [read(self.theirs[0], (offset[0], start, *offset[3:]), (extent[0], *extent[2:])) for start in starts]
+            inner = torch.stack(pieces, dim=1)
+        return inner.reshape(tuple(extent))
 
-    def to_theirs(self, ours: Tensor) -> dict[str, Tensor]:
-        """Their tensors by name."""
-        pieces = ours.unbind(0) if self.kind == "parts" else (ours,)
-        return {name: piece.reshape(self.their_shape).contiguous() for name, piece in zip(self.theirs, pieces, strict=True)}
+    def to_theirs(self, part: int, itemsize: int, read: Read) -> Iterator[Tensor]:
+        """The elements of one of theirs in order, in as many pieces as its size asks for, from rectangles of ours."""
+        in_part = self.kind == "parts"
+        for offset, extent in row_blocks(self.shape[1:] if in_part else self.shape, itemsize):
+            yield read(self.ours, (part, *offset) if in_part else offset, (1, *extent) if in_part else extent)
 
 
 def links(config: ModelConfig) -> Iterator[Link]:
@@ -86,7 +104,8 @@ def _layer_links(config: ModelConfig, layer: int) -> Iterator[Link]:
     yield Link(f"{ours}.moe.router.per_expert_scale", (f"{theirs}.router.per_expert_scale",), (experts,))
     yield Link(f"{ours}.moe.experts.gate_up", (f"{theirs}.experts.gate_up_proj",), (experts, 2, inner, hidden), "fused")
     yield Link(f"{ours}.moe.experts.down", (f"{theirs}.experts.down_proj",), (experts, hidden, inner))
-    yield Link(f"{ours}.layer_scalars", (f"model.encoder.language_model.layers.{layer}.layer_scalar", f"{theirs}.layer_scalar"), (2,), "parts")
+    scalars = f"model.encoder.language_model.layers.{layer}.layer_scalar", f"{theirs}.layer_scalar"
+    yield Link(f"{ours}.layer_scalars", scalars, (2,), "parts")
 
 
 def is_carried(name: str) -> bool:

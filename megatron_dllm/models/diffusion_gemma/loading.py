@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from ...checkpoint import store
-from ...checkpoint.model_state import load_whole_tensors
+from ...checkpoint.model_state import load_tensors
 from ...config import RunConfig, parse
 from ...data.build import build_tokenizer
 from ...data.tokenizers import Tokenizer, open_tokenizer
@@ -18,8 +18,8 @@ from .model import DiffusionGemma
 def load_for_inference(path: str | Path, device: torch.device, dtype: torch.dtype | None = None) -> tuple[DiffusionGemma, Tokenizer]:
     """Model and tokenizer of `path`: a transformers directory, a run's folder (its newest valid checkpoint), or one iteration's folder.
 
-    Without `dtype` the model computes as it did in training: bf16 for a directory, what --bf16 said for a checkpoint of ours. ValueError that
-    names the file for whatever cannot be used.
+    Without `dtype` the model computes as it did in training: bf16 for a directory, what --bf16 said for a checkpoint of ours. ValueError
+    that names the file for whatever cannot be used.
     """
     path, context = Path(path), ParallelContext.single(device)
     if (path / "config.json").is_file():
@@ -28,15 +28,15 @@ def load_for_inference(path: str | Path, device: torch.device, dtype: torch.dtyp
     found = open_run(path)
     run = stored_run(found)
     model = empty_model(run.model, context, dtype or (torch.bfloat16 if run.training.bf16 else torch.float32))
-    load_whole_tensors(model, found.model().items(), str(found.path))
+    load_tensors(model, found, str(found.path))
     return model, build_tokenizer(run.data, run.model.eos_token_id)
 
 
 def open_run(path: Path) -> store.Checkpoint:
     """The checkpoint that `path` is, or the newest valid one in it."""
     if path.name.startswith("iter_"):
-        return store.open_checkpoint(path)
-    found = store.find_newest(path)
+        return store.open_checkpoint(path, kinds=("model",))
+    found = store.find_newest(path, kinds=("model",))
     if found is None:
         raise ValueError(f"{path} holds neither a transformers model (config.json) nor a valid checkpoint of ours (iter_.../complete.json)")
     return found
