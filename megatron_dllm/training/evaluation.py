@@ -5,24 +5,27 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
 from ..config import RunConfig
 from ..data.source import ExampleSource
 from ..data.tokenizers import Tokenizer
 from ..diffusion.inputs import to_device
 from ..diffusion.sampler import CounterDraws, generate
+from ..generation.text import decode_tokens
 from ..models.diffusion_gemma.inference import Session
 from ..models.diffusion_gemma.model import DiffusionGemma
 from .batches import BatchMaker
 from .step import loss_metrics, sum_terms
+
+# Evaluations are all made with the canvas length that a schedule ends in, so that they can be compared.
+END_OF_SCHEDULE = 1 << 62
 
 
 @torch.no_grad()
 def evaluate(model: DiffusionGemma, maker: BatchMaker, num_rows: int) -> dict[str, float]:
     """Mean losses over the first rows of the source, as one batch: the same rows and draws every time."""
     rows = evaluation_rows(maker, num_rows)
-    batch = maker.batch(rows, iteration=0)
+    batch = maker.batch(rows, iteration=END_OF_SCHEDULE)
     total = None
     for inputs in batch.microbatches():
         terms = model(to_device(inputs, model.context.device))
@@ -62,8 +65,5 @@ def sample_generations(model: DiffusionGemma, run: RunConfig, source: ExampleSou
     config = replace(run.generation, max_new_tokens=session.canvas_length)
     result = generate(session, prompts, config, eos_ids=run.model.eos_token_id, pad_id=run.model.pad_token_id, draws=draws)
     for row, (prompt, reference) in enumerate(zip(prompts, references, strict=True)):
-        yield Sample(tokenizer.decode(prompt), tokenizer.decode(reference), tokenizer.decode(_written(result.tokens[row], result.lengths[row])))
-
-
-def _written(tokens: Tensor, length: Tensor) -> list[int]:
-    return tokens[:int(length)].tolist()
+        written = result.tokens[row, :int(result.lengths[row])].tolist()
+        yield Sample(*(decode_tokens(tokenizer, tokens) for tokens in (prompt, reference, written)))

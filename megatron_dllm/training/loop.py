@@ -218,8 +218,9 @@ def _maker(run: RunConfig, sources: Sources, split: str, context: ParallelContex
     if run.objective.objective == "ar":
         longest = 1
     source = getattr(sources, split)
-    order = build_order(source, run.data if training else replace(run.data, packing=False), canvas_length=longest,
-                        all_canvases=run.objective.canvases_scored == "all", seed=run.training.seed, shuffle=training)
+    order = build_order(
+        source, run.data if training else replace(run.data, packing=False), canvas_length=longest, seed=run.training.seed, shuffle=training,
+        all_canvases=run.objective.objective != "ar" and run.objective.canvases_scored == "all")
     return BatchMaker(run, source, order, Stream.TRAIN if training else Stream.EVALUATE, context)
 
 
