@@ -107,7 +107,7 @@ The whole way took $SECONDS s. In $RUN are
 So short a training does not make sense of language: expect indentation, brackets and half words that look like Python, and no program.
 
 What to try next, from $root with $PYTHON as python:
-  go on training          python pretrain_dllm.py @"$RUN/train/args.txt" --load "$RUN/train" --train-iters 8000 --override-opt-param-scheduler
+  go on training          python pretrain_dllm.py @"$RUN/train/args.txt" --load "$RUN/train" --train-iters 8000 --exit-duration-in-mins 30 --override-opt-param-scheduler
   see the training data   python tools/show_data.py @"$RUN/train/args.txt" --html "$RUN/data.html"
   another prompt          python tools/generate.py --load "$RUN/train" --raw --prompt "import os" --show-steps --gif "$RUN/canvas.gif"
   your own text           README.md, "Train on your own data"
