@@ -1,6 +1,7 @@
 """How the ranks are dealt out."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from megatron_dllm.config.flags import flag
 
@@ -12,6 +13,14 @@ class ParallelConfig:
     tensor_model_parallel_size: int = flag("Ranks that share each matrix.", 1)
     sequence_parallel: bool = flag("Share the tokens between matrices over the tensor-parallel ranks as well.", False)
     context_parallel_size: int = flag("Ranks that share each sequence.", 1)
+    cp_comm_type: Literal["p2p", "all_gather", "a2a"] = flag(
+        "How keys come to queries on other context-parallel ranks in full layers. p2p: they go round; all_gather: all go to all; "
+        "a2a: tokens are traded for heads.",
+        "p2p",
+    )
+    cp_comm_type_sliding: Literal["halo", "p2p", "all_gather", "a2a"] = flag(
+        "The same in sliding layers; halo: only the keys go that a window reaches.", "halo"
+    )
     pipeline_model_parallel_size: int = flag("Ranks that share the layers.", 1)
     expert_model_parallel_size: int = flag("Ranks that share the experts.", 1)
     expert_tensor_parallel_size: int = flag("Ranks that share each expert's matrices.", 1)

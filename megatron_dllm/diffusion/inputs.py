@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from ..config import ModelConfig
+from ..context_parallel.layout import ContextSplit
+from ..context_parallel.microbatch import SharedMicrobatch
 from ..transformer.token_pass import LAYER_TYPES, SequenceSplit, TokenPass, token_pass
 from .streams import Streams, TokenStream
 
@@ -71,33 +73,38 @@ def to_device(value, device: torch.device):
 
 
 def microbatch_inputs(streams: Streams, config: ModelConfig, *, dtype: torch.dtype, uniform_null: bool = False,
-                      leave_one_out: bool = False, device: torch.device = CPU,
-                      split: SequenceSplit = SequenceSplit()) -> MicrobatchInputs:  # noqa: B008 (immutable)
-    """A microbatch's streams and the layout of its passes. `dtype` is that of loss weights: at least fp32."""
-    num_clean, again = len(streams.clean), streams.self_conditioned
-    queries = np.concatenate([np.zeros(num_clean, bool), again])
-    positions = np.concatenate([streams.clean.positions, streams.canvas.positions])
-    kept = _kept(streams, queries, config) if again.any() else None
+                      leave_one_out: bool = False, second_loop: bool = False, device: torch.device = CPU,
+                      split: SequenceSplit = SequenceSplit(),  # noqa: B008 (immutable)
+                      context_split: ContextSplit = ContextSplit()) -> MicrobatchInputs:  # noqa: B008 (immutable)
+    """A microbatch's streams (whole, on every rank) and the layout of its passes over our own tokens of them.
+
+    `dtype` is that of loss weights: at least fp32.
+    `second_loop`: there is one even if nothing here takes it, because a rank that shares our experts has one.
+    """
+    shared = SharedMicrobatch.of(streams.visibility, context_split)
+    clean, canvas = streams.clean.select(shared.own_clean), streams.canvas.select(shared.own_canvas)
+    again, level, bonus = (x[shared.own_canvas] for x in (streams.self_conditioned, streams.noise_level, streams.observed_bonus))
+    drafts = np.concatenate([np.zeros(len(clean), bool), again])
+    everyones_drafts = np.concatenate([np.zeros(len(streams.clean), bool), streams.self_conditioned])
+    kept = _kept(streams, everyones_drafts, config) if second_loop or everyones_drafts.any() else None
     place = {"device": device, "dtype": dtype}
-    canvas_group = 1 + np.minimum((streams.noise_level * NOISE_BINS).astype(np.int64), NOISE_BINS - 1)
-    first = _scored(
-        [(streams.clean, np.zeros(num_clean, np.int64), None), (streams.canvas, canvas_group, streams.observed_bonus)],
-        ~queries, leave_one_out, **place)
+    canvas_group = 1 + np.minimum((level * NOISE_BINS).astype(np.int64), NOISE_BINS - 1)
+    first_pass = token_pass(
+        config, dict.fromkeys(LAYER_TYPES, streams.visibility), np.concatenate([clean.positions, canvas.positions]), num_clean=len(clean),
+        kept=kept and {kind: shared.own_kept(kept[kind]) for kind in LAYER_TYPES}, shards=shared.first_pass(), device=device, split=split)
+    first_scored = _scored(
+        [(clean, np.zeros(len(clean), np.int64), None), (canvas, canvas_group, bonus)], ~drafts, leave_one_out, **place)
     second_pass = second_scored = None
     if kept is not None:
         second_pass = token_pass(
-            config, {kind: streams.visibility.against_kept(queries, kept[kind]) for kind in LAYER_TYPES}, streams.canvas.positions[again],
-            device=device, num_clean=0, split=split)
+            config, {kind: streams.visibility.against_kept(everyones_drafts, kept[kind]) for kind in LAYER_TYPES}, canvas.positions[again],
+            num_clean=0, shards=shared.second_pass(kept, streams.self_conditioned), device=device, split=split)
         second_scored = _scored(
-            [(streams.canvas.select(again), canvas_group[again], streams.observed_bonus[again])], np.ones(int(again.sum()), bool),
-            leave_one_out, **place)
+            [(canvas.select(again), canvas_group[again], bonus[again])], np.ones(int(again.sum()), bool), leave_one_out, **place)
     return MicrobatchInputs(
-        clean=StreamInputs(_tensor(streams.clean.tokens, device)), canvas=StreamInputs(_tensor(streams.canvas.tokens, device)),
-        uniform_null=uniform_null,
-        first_pass=token_pass(
-            config, dict.fromkeys(LAYER_TYPES, streams.visibility), positions, device=device, num_clean=num_clean, kept=kept, split=split),
-        first_scored=first, draft_rows=_tensor(np.flatnonzero(queries), device),
-        second_tokens=_tensor(streams.canvas.tokens[again], device), second_pass=second_pass, second_scored=second_scored)
+        clean=StreamInputs(_tensor(clean.tokens, device)), canvas=StreamInputs(_tensor(canvas.tokens, device)), uniform_null=uniform_null,
+        first_pass=first_pass, first_scored=first_scored, draft_rows=_tensor(np.flatnonzero(drafts), device),
+        second_tokens=_tensor(canvas.tokens[again], device), second_pass=second_pass, second_scored=second_scored)
 
 
 def _kept(streams: Streams, queries: np.ndarray, config: ModelConfig) -> dict[str, np.ndarray]:
@@ -118,7 +125,8 @@ def _scored(parts: list[tuple[TokenStream, np.ndarray, np.ndarray | None]], here
         observed = chosen([stream.tokens for stream, _, _ in parts])
         bonus = chosen([np.zeros(len(stream)) if extra is None else extra for stream, _, extra in parts]).to(dtype)
     return Scored(
-        _tensor(rows, device), chosen([stream.targets for stream, _, _ in parts]), chosen([stream.weights for stream, _, _ in parts]).to(dtype),
+        _tensor(rows, device), chosen([stream.targets for stream, _, _ in parts]),
+        chosen([stream.weights for stream, _, _ in parts]).to(dtype),
         chosen([group for _, group, _ in parts]), observed, bonus)
 
 

@@ -35,7 +35,7 @@ class TokenStream:
         return len(self.tokens)
 
     def select(self, chosen: np.ndarray) -> TokenStream:
-        """The tokens that `chosen` (bool [T]) marks."""
+        """The tokens that `chosen` (bool [T], or rising places) marks."""
         return TokenStream(self.tokens[chosen], self.positions[chosen], self.targets[chosen], self.weights[chosen])
 
 

@@ -5,13 +5,15 @@ import torch
 from torch import Tensor, nn
 
 from ..config import ModelConfig
+from ..context_parallel.plan import ShardedPlan
 from ..parallel import ParallelContext
 from ..tensor_parallel import ColumnParallelLinear, RowParallelLinear, column_linear, local_heads
 from ..tensor_parallel.initialization import Init
-from .core_attention import attend
+from .core_attention import AttentionPlan, attend
 from .norms import RMSNorm, rms_norm
 from .recompute import Recompute
 from .rotary import rotate
+from .rows import take_distinct
 from .token_pass import LayerContext, LayerPass
 
 
@@ -24,7 +26,7 @@ class SelfAttention(nn.Module):
     def __init__(self, name: str, config: ModelConfig, layer: int, *, context: ParallelContext, init: Init, dtype: torch.dtype,
                  recompute: Recompute):
         super().__init__()
-        self.recompute = recompute
+        self.recompute, self.cp = recompute, context.cp
         self.head_dim, self.eps = config.head_dim(layer), config.norm_epsilon
         queries, keys = (heads * self.head_dim for heads in (config.num_attention_heads, config.kv_heads(layer)))
         copies = local_heads(config.num_attention_heads, config.kv_heads(layer), context.tp).kv_copies
@@ -45,9 +47,13 @@ class SelfAttention(nn.Module):
         key, value = rotate(self.k_norm(raw_key), layer_pass.rotary), rms_norm(raw_value, None, self.eps)
         if earlier is not None:
             key, value = torch.cat([earlier.key, key]), torch.cat([earlier.value, value])
-        out = self.recompute("core_attn", attend, query, key, value, layer_pass.attention)
-        kept = None if layer_pass.kept is None else LayerContext(key[layer_pass.kept], value[layer_pass.kept])
+        out = self.recompute("core_attn", self._attend, query, key, value, layer_pass.attention)
+        kept = None if layer_pass.kept is None else LayerContext(take_distinct(key, layer_pass.kept), take_distinct(value, layer_pass.kept))
         return self.o_proj(out.flatten(1)), kept
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan | ShardedPlan) -> Tensor:
+        """[T, h, d]; generation has whole sequences also where training shares them."""
+        return plan.attend(query, key, value, self.cp) if isinstance(plan, ShardedPlan) else attend(query, key, value, plan)
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [T, h, d], raw keys and raw values [T, g, d]; x is gathered once for all of them."""

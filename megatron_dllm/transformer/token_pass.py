@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..config import ModelConfig
+from ..context_parallel.plan import ShardedPlan, Shards, sharded_plan
 from ..parallel import ParallelContext
 from .core_attention import AttentionPlan, attention_plan
 from .rotary import RotaryTable, inverse_frequencies, rotary_table
@@ -22,7 +23,7 @@ class LayerPass:
     """What the layers of one type share. `kept` int64 [n]: the keys handed on as the layer's context (None: nothing is)."""
 
     rotary: RotaryTable
-    attention: AttentionPlan
+    attention: AttentionPlan | ShardedPlan
     kept: Tensor | None
 
 
@@ -93,19 +94,23 @@ class TokenPass:
 
 def token_pass(config: ModelConfig, visibility: Mapping[str, Visibility], positions: np.ndarray, *, device: torch.device, num_clean: int,
                kept: Mapping[str, np.ndarray] | None = None, key_order: Mapping[str, np.ndarray] | None = None,
-               split: SequenceSplit = SequenceSplit()) -> TokenPass:  # noqa: B008 (immutable)
+               shards: Mapping[str, Shards] | None = None, split: SequenceSplit = SequenceSplit()) -> TokenPass:  # noqa: B008 (immutable)
     """The pass of tokens at `positions` [T], of which the first `num_clean` are clean.
 
     visibility  by layer type (the types may hold different contexts), without the window, which sliding layers add
     kept        by layer type, the clean keys to hand on
     key_order   by layer type, where the visibility's clean keys stand in [context ; clean]; without it, in this order
+    shards      by layer type, who has what under context parallelism: then the visibility is that of all ranks' tokens, all else our own
     """
     filled = np.pad(positions, (0, -len(positions) % split.size))
     where = torch.from_numpy(filled).to(device)
     layers = {}
     for kind in LAYER_TYPES:
         window = config.window_size if kind == "sliding" else None
-        plan = attention_plan(visibility[kind], window, device, None if key_order is None else key_order[kind])
+        if shards is None:
+            plan = attention_plan(visibility[kind], window, device, None if key_order is None else key_order[kind])
+        else:
+            plan = sharded_plan(visibility[kind], window, shards[kind], device)
         layers[kind] = LayerPass(
             rotary_table(where, layer_frequencies(config, kind, device)), plan,
             None if kept is None else torch.from_numpy(kept[kind]).to(device))

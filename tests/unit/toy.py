@@ -21,9 +21,10 @@ CONFIG = dataclasses.replace(PRESETS["toy"], num_layers=3, layer_types=("sliding
 LENGTHS = ((5, 6), (0, 3), (9, 12), (2, 17), (1, 1), (20, 4), (3, 8), (11, 5))
 
 
-def toy_model(dtype=torch.float64, *, recompute=frozenset(), config=CONFIG, seed=5) -> DiffusionGemma:
-    """A model whose initial values are nowhere special."""
-    model = DiffusionGemma(config, context=ParallelContext.single(), init=Initializer(seed, 0.15), dtype=dtype, recompute=Recompute(recompute))
+def toy_model(dtype=torch.float64, *, recompute=frozenset(), config=CONFIG, seed=5, context=None) -> DiffusionGemma:
+    """A model whose initial values are nowhere special, on one process or in a context that does not cut weights."""
+    model = DiffusionGemma(
+        config, context=context or ParallelContext.single(), init=Initializer(seed, 0.15), dtype=dtype, recompute=Recompute(recompute))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
