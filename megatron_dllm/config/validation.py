@@ -15,10 +15,7 @@ from megatron_dllm.config.run import FLAGS, RunConfig
 
 # Settings that are accepted by name and not built yet: field -> what is missing. A row goes when its feature comes.
 UNAVAILABLE = {
-    "context_parallel_size": "context parallelism is not available yet",
     "pipeline_model_parallel_size": "pipeline parallelism is not available yet",
-    "expert_model_parallel_size": "expert parallelism is not available yet",
-    "expert_tensor_parallel_size": "tensor parallelism of experts is not available yet",
 }
 
 
@@ -113,6 +110,7 @@ NEEDS = (
     Needs(("lr_decay_iters", "min_lr"), "an --lr-decay-style that decays", lambda run: run.optimizer.lr_decay_style != "constant"),
     Needs(("lr_wsd_decay_iters", "lr_wsd_decay_style"), "--lr-decay-style WSD", lambda run: run.optimizer.lr_decay_style == "WSD"),
     Needs(("sequence_parallel",), "--tensor-model-parallel-size above 1", lambda run: run.parallel.tensor_model_parallel_size > 1),
+    Needs(("cp_comm_type", "cp_comm_type_sliding"), "--context-parallel-size above 1", lambda run: run.parallel.context_parallel_size > 1),
     Needs(("peak_tflops",), "--log-throughput", lambda run: run.logging.log_throughput),
     Needs(("wandb_exp_name",), "--wandb-project", lambda run: run.logging.wandb_project is not None),
     Needs(("save_interval", "save_best"), "--save", lambda run: run.checkpoint.save is not None),

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset
 from ..config import RunConfig
 from ..data.order import Order
 from ..data.source import ExampleSource
-from ..diffusion.batch_plan import BatchPlan, Microbatch, RowRequest, fit_example, plan_batch
+from ..diffusion.batch_plan import BatchPlan, RowRequest, fit_example, plan_batch
 from ..diffusion.inputs import MicrobatchInputs, microbatch_inputs
 from ..diffusion.random import DrawKey, Stream
 from ..diffusion.streams import build_streams
@@ -28,8 +28,8 @@ class Batch:
 
     def microbatches(self) -> Iterator[MicrobatchInputs]:
         """This rank's microbatches, in order."""
-        for microbatch in self.plan.microbatches[self.rank]:
-            yield self.maker.inputs(microbatch, self.plan)
+        for number in range(len(self.plan.microbatches[self.rank])):
+            yield self.maker.inputs(self.plan, self.rank, number)
 
     def describe(self, limit: int = 8) -> str:
         """Where the batch's examples come from, for messages."""
@@ -74,15 +74,18 @@ class BatchMaker:
             return 1
         return self.run.objective.canvas_length_at(iteration, self.run.model.canvas_length)
 
-    def inputs(self, microbatch: Microbatch, plan: BatchPlan) -> MicrobatchInputs:
-        """A microbatch with its tokens read and corrupted, on the CPU."""
-        objective, model = self.run.objective, self.run.model
+    def inputs(self, plan: BatchPlan, rank: int, number: int) -> MicrobatchInputs:
+        """Microbatch `number` of a data-parallel rank with its tokens read and corrupted, on the CPU."""
+        objective, model, microbatch = self.run.objective, self.run.model, plan.microbatches[rank][number]
+        # Ranks that share experts dispatch together: a loop that one of them runs is run by all, with nothing in it where there is nothing.
+        shares_experts = self.context.ep.size * self.context.etp.size > 1
         tokens = [self.source.tokens(example.index) for example in microbatch.examples]
         streams = build_streams(
             microbatch, tokens, objective, plan.denominators, vocab_size=model.vocab_size, fill_token=model.fill_token_id)
         return microbatch_inputs(
             streams, model, dtype=self.loss_dtype, uniform_null=objective.self_conditioning_null == "uniform",
-            leave_one_out=objective.diffusion_loss in ("loo", "reweighted-loo"), split=SequenceSplit.of(self.context))
+            leave_one_out=objective.diffusion_loss in ("loo", "reweighted-loo"), split=SequenceSplit.of(self.context),
+            second_loop=shares_experts and plan.second_loop(number))
 
 
 @dataclass(frozen=True)
