@@ -181,3 +181,52 @@ def sliding_key_heads_over_ranks(groups: int, tp: int) -> Fault | None:
 @check("num_global_query_groups", "tensor_model_parallel_size")
 def full_key_heads_over_ranks(groups: int, tp: int) -> Fault | None:
     return _key_heads_over_ranks(groups, tp, "full")
+
+
+@check("context_parallel_size", "canvas_length", "canvas_length_schedule", "canvases_scored", "objective")
+def canvas_over_ranks(cp: int, canvas_length: int, schedule: str, scored: str, objective: str) -> Fault | None:
+    """Each rank has an equal part of a canvas, unless whole canvases are dealt out."""
+    if cp == 1 or scored == "all" or objective == "ar":
+        return None
+    lengths = _lengths(schedule) or [canvas_length]
+    wrong = [length for length in lengths if length % cp]
+    if not wrong:
+        return None
+    fits = [n for n in divisors(lengths[0]) if not any(length % n for length in lengths)]
+    return Fault(
+        f"a canvas of {wrong[0]} tokens does not divide over {cp} ranks",
+        f"set --context-parallel-size to one of {listed(fits)}, or the canvas length to a multiple of {cp}",
+        {"context_parallel_size": 1},
+    )
+
+
+def _lengths(schedule: str) -> list[int]:
+    """The lengths of a schedule, none of one that is not understood (another rule says so)."""
+    try:
+        return [length for _, length in ObjectiveConfig(canvas_length_schedule=schedule).canvas_lengths()]
+    except ValueError:
+        return []
+
+
+def _heads_for_tokens(comm_type: str, cp: int, tp: int, heads: int, groups: int, field: str, kind: str) -> Fault | None:
+    """Tokens are traded for heads: ranks have an equal number of query heads, and of key heads unless these are fewer."""
+    own_heads, own_groups = heads // tp, max(groups // tp, 1)
+    if comm_type != "a2a" or cp == 1 or (own_heads % cp == 0 and (own_groups % cp == 0 or cp % own_groups == 0)):
+        return None
+    fits = [n for n in divisors(own_heads) if own_groups % n == 0 or n % own_groups == 0]
+    flag = "--" + field.replace("_", "-")
+    return Fault(
+        f"{own_heads} query heads and {own_groups} key heads of a {kind} layer cannot be dealt over {cp} ranks in exchange for tokens",
+        f"set {flag} to p2p or all_gather, or --context-parallel-size to one of {listed(fits)}",
+        {field: "p2p"},
+    )
+
+
+@check("cp_comm_type", "context_parallel_size", "tensor_model_parallel_size", "num_attention_heads", "num_global_query_groups")
+def full_heads_for_tokens(comm_type: str, cp: int, tp: int, heads: int, groups: int) -> Fault | None:
+    return _heads_for_tokens(comm_type, cp, tp, heads, groups, "cp_comm_type", "full")
+
+
+@check("cp_comm_type_sliding", "context_parallel_size", "tensor_model_parallel_size", "num_attention_heads", "num_query_groups")
+def sliding_heads_for_tokens(comm_type: str, cp: int, tp: int, heads: int, groups: int) -> Fault | None:
+    return _heads_for_tokens(comm_type, cp, tp, heads, groups, "cp_comm_type_sliding", "sliding")

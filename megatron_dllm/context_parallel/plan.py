@@ -69,6 +69,8 @@ class ShardedPlan:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, cp: Group) -> Tensor:
         """[Q, h, d] from own query [Q, h, d], key and value [K, g, d]; rows of fill are zero."""
+        if self.stationary is None and self.replicated is None:
+            return query
         outputs, num_queries = [], self.num_stationary + self.num_replicated
         if self.stationary is not None:
             # Canvases that are shared out are no affair of the clean queries.

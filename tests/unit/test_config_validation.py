@@ -11,6 +11,7 @@ from megatron_dllm.config.run import FLAGS
 from megatron_dllm.config.validation import NEEDS, RANGES, UNAVAILABLE
 
 DEEPEP = {"moe_token_dispatcher_type": "deepep", "expert_model_parallel_size": 2, "bf16": True}
+A2A = {"cp_comm_type": "a2a"}
 WSD = {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 60}
 GOOD = parse(["--preset", "toy", "--train-iters", "100", "--data-path", "data.jsonl", "--global-batch-size", "24"])
 
@@ -51,6 +52,11 @@ CASES: list[tuple[str, dict, int, str]] = [
     ("experts_over_ranks", {"expert_model_parallel_size": 3}, 3, "8 experts do not divide over 3 ranks; set --expert-model"),
     ("sliding_key_heads_over_ranks", {"tensor_model_parallel_size": 3, "num_attention_heads": 6}, 3, "2 key heads of sliding"),
     ("full_key_heads_over_ranks", {"tensor_model_parallel_size": 2, "num_attention_heads": 6, "num_global_query_groups": 3}, 2, "3 key"),
+    ("canvas_over_ranks", {"context_parallel_size": 3}, 3, "16 tokens does not divide over 3 ranks; set --context-parallel-size "
+     "to one of 1, 2, 4, 8, 16, or the canvas length to a multiple of 3"),
+    ("canvas_over_ranks", {"context_parallel_size": 4, "canvas_length_schedule": "0:6,9:8"}, 4, "of 6 tokens does not divide over 4 ranks"),
+    ("full_heads_for_tokens", A2A | {"context_parallel_size": 8}, 8, "4 query heads and 1 key heads of a full layer"),
+    ("sliding_heads_for_tokens", {"context_parallel_size": 8, "cp_comm_type_sliding": "a2a"}, 8, "heads and 2 key heads of a sliding"),
     ("batch_divides", {"micro_batch_size": 4}, 4, "of 4 on 4 data-parallel ranks; set --global-batch-size to a multiple of 16"),
     ("batch_divides", {"micro_batch_size": 25}, 1, "set --global-batch-size to a multiple of 25, such as 25."),
     ("one_duration", {"train_iters": None}, 1, "nothing says how long to train; set --train-iters, --train-samples or --num-epochs"),
@@ -158,6 +164,7 @@ CONDITIONS = {
     "an --lr-decay-style that decays": ({"lr_decay_style": "constant"}, {"lr_decay_style": "linear"}),
     "--lr-decay-style WSD": ({}, {"lr_decay_style": "WSD"}),
     "--tensor-model-parallel-size above 1": ({}, {"tensor_model_parallel_size": 2}),
+    "--context-parallel-size above 1": ({}, {"context_parallel_size": 2}),
     "--log-throughput": ({}, {"log_throughput": True}),
     "--wandb-project": ({}, {"wandb_project": "p"}),
     "--save": ({}, {"save": "s"}),
