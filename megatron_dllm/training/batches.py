@@ -8,6 +8,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from ..config import RunConfig
+from ..context_parallel.layout import ContextSplit
 from ..data.order import Order
 from ..data.source import ExampleSource
 from ..diffusion.batch_plan import BatchPlan, RowRequest, fit_example, plan_batch
@@ -85,6 +86,7 @@ class BatchMaker:
         return microbatch_inputs(
             streams, model, dtype=self.loss_dtype, uniform_null=objective.self_conditioning_null == "uniform",
             leave_one_out=objective.diffusion_loss in ("loo", "reweighted-loo"), split=SequenceSplit.of(self.context),
+            context_split=ContextSplit.of(self.context, self.run.parallel, objective),
             second_loop=shares_experts and plan.second_loop(number))
 
 
