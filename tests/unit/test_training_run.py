@@ -1,0 +1,103 @@
+"""Whole runs on one process: resume bit for bit, dtypes, refused updates, signals of how it ended."""
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import pretrain_dllm
+from megatron_dllm.checkpoint import store
+from megatron_dllm.config import parse
+from megatron_dllm.parallel import ParallelContext
+from megatron_dllm.training.loop import Trainer, TrainingFailed
+from megatron_dllm.training.metrics_file import read_metrics
+from megatron_dllm.training.status import read_status
+
+FLAGS = ("--preset toy --num-layers 2 --layer-types sliding,full --vocab-size 9 --canvas-length 8 --data-source sudoku "
+         "--sudoku-num-puzzles 40 --seq-length 34 --micro-batch-size 2 --global-batch-size 4 --log-interval 1 --device cpu --lr 3e-3").split()
+SAME = ("loss", "autoregressive_loss", "diffusion_loss", "grad_norm", "learning_rate")
+
+
+def run(folder: Path, *flags: str) -> None:
+    """Train with these flags; the run's files are in `folder`."""
+    assert pretrain_dllm.main([*FLAGS, "--save", str(folder), *flags]) == 0
+
+
+def records(folder: Path) -> list[tuple[float, ...]]:
+    return [tuple(record[name] for name in SAME) for record in read_metrics(folder / "metrics.jsonl").records if "loss" in record]
+
+
+def weights(folder: Path, iteration: int) -> dict[str, torch.Tensor]:
+    found = store.open_checkpoint(store.iteration_folder(folder, iteration))
+    return {key: found.read_whole(key) for key in found.shapes}
+
+
+@pytest.mark.parametrize("extra", [[], ["--bf16"], ["--num-workers", "1"], ["--lr-warmup-iters", "3", "--recompute-granularity", "full"]],
+                         ids=["fp32", "bf16", "workers", "warm-up and recompute"])
+def test_ten_steps_are_five_saved_and_five_resumed(tmp_path, extra):
+    """Two epochs of 10 batches: step 10 is past the end of nothing, step 5 in the middle of an epoch."""
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    run(whole, "--train-iters", "10", *extra)
+    run(halves, "--train-iters", "10", "--exit-interval", "5", *extra)
+    assert read_status(halves / "status.json")["state"] == "stopped"
+    run(halves, "--train-iters", "10", "--load", str(halves), *extra)
+    assert records(halves) == records(whole) and len(records(whole)) == 10
+    left, right = weights(whole, 10), weights(halves, 10)
+    assert left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def test_a_second_epoch_draws_anew(tmp_path):
+    """40 puzzles are 10 batches; the learning rate is too small to move anything, so equal batches would give equal losses."""
+    run(tmp_path, "--train-iters", "20", "--lr", "1e-30")
+    losses = [record[0] for record in records(tmp_path)]
+    assert len(set(losses)) == 20
+
+
+@pytest.mark.parametrize(("bf16", "frozen"), [(False, False), (True, False), (True, True)], ids=["fp32", "bf16", "bf16, router frozen"])
+def test_dtypes_of_masters_copies_gradients_and_states(bf16, frozen):
+    """Trainable: an fp32 master, gradient and moments behind a copy in the compute dtype; frozen: one copy and nothing else."""
+    flags = [*FLAGS, "--train-iters", "1", *(["--bf16"] if bf16 else []), *(["--freeze-router"] if frozen else [])]
+    trainer = Trainer.build(parse(flags), ParallelContext.single())
+    trainer.fit()
+    trained = dict(trainer.optimizer.masters())
+    assert all(master.dtype == torch.float32 for master in trained.values())
+    assert {state.dtype for _, _, state in trainer.optimizer.states()} == {torch.float32}
+    assert {name for name, _, _ in trainer.optimizer.states()} == set(trained)
+    for name, parameter in trainer.model.named_parameters():
+        router = ".router." in name
+        compute = torch.bfloat16 if bf16 and not (router and not frozen) else torch.float32
+        assert parameter.dtype == compute and (name in trained) == parameter.requires_grad == (not (router and frozen)), name
+
+
+def test_a_loss_that_is_not_finite_is_skipped_then_ends_the_run(tmp_path, capsys):
+    flags = [*FLAGS, "--train-iters", "9", "--max-skipped-steps", "2", "--save", str(tmp_path)]
+    trainer = Trainer.build(parse(flags), ParallelContext.single())
+    with torch.no_grad():
+        trainer.model.final_norm.weight[0] = float("nan")
+    before = {name: master.clone() for name, master in trainer.optimizer.masters()}
+    with pytest.raises(TrainingFailed, match="2 in a row"):
+        trainer.fit()
+    assert "sudoku-4x4-train puzzle" in capsys.readouterr().out
+    assert all(torch.equal(master.nan_to_num(), before[name].nan_to_num()) for name, master in trainer.optimizer.masters())
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert status["state"] == "failed" and "2 in a row" in status["reason"]
+
+
+def test_args_file_repeats_the_run(tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    run(first, "--train-iters", "3")
+    assert pretrain_dllm.main([f"@{first / 'args.txt'}", "--save", str(second)]) == 0
+    assert records(first) == records(second)
+    one, other = (parse([f"@{folder / 'args.txt'}"]) for folder in (first, second))
+    assert dataclasses.replace(one, checkpoint=other.checkpoint) == other
+
+
+@pytest.mark.parametrize(("flags", "text"), [
+    (["--train-iters", "3", "--vocab-size", "8"], "the model's vocabulary has 8 rows"),
+    (["--train-iters", "3", "--micro-batch-size", "3"], "--micro-batch-size"),
+    (["--train-samples", "3"], "do not fill one batch"),
+    (["--train-iters", "3", "--seq-length", "20"], "no example is left")])
+def test_mistakes_are_told_and_end_with_status_2(flags, text, capsys):
+    assert pretrain_dllm.main([*FLAGS, *flags]) == 2
+    assert text in capsys.readouterr().err
