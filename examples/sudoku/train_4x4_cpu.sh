@@ -22,6 +22,8 @@ SIZE=4
 
 MODEL_ARGS=(
   --preset toy
+  --num-layers 4
+  --layer-types sliding,full
   --vocab-size 9
   --canvas-length 16
   --window-size 64

@@ -20,16 +20,16 @@ SIZE=9
 
 MODEL_ARGS=(
   --preset toy
-  --num-layers 12
-  --layer-types "sliding*5,full"
-  --hidden-size 384
-  --ffn-hidden-size 768
-  --num-attention-heads 12
-  --num-query-groups 6
+  --num-layers 8
+  --layer-types "sliding*3,full"
+  --hidden-size 256
+  --ffn-hidden-size 512
+  --num-attention-heads 8
+  --num-query-groups 4
   --kv-channels 32
-  --num-global-query-groups 3
+  --num-global-query-groups 2
   --global-kv-channels 64
-  --moe-ffn-hidden-size 192
+  --moe-ffn-hidden-size 256
   --vocab-size 14
   --canvas-length 81
   --window-size 256
@@ -45,16 +45,16 @@ TRAINING_ARGS=(
   --device cuda
   --bf16
   --seed "$SEED"
-  --micro-batch-size 256
-  --global-batch-size 256
+  --micro-batch-size 512
+  --global-batch-size 512
   --train-iters 6000
   --exit-duration-in-mins 10
 )
 OPTIMIZER_ARGS=(
-  --lr 1e-3
+  --lr 1.2e-3
   --min-lr 1e-5
   --lr-decay-style cosine
-  --lr-warmup-iters 200
+  --lr-warmup-iters 100
   --weight-decay 0.01
   --adam-beta2 0.98
 )
