@@ -82,6 +82,8 @@ class TensorFileWriter:
 
     def add(self, name: str, piece: Tensor) -> None:
         """The next elements of tensor `name`, on any device, in the dtype of the file."""
+        if not piece.numel():
+            return
         if self._missing == 0:
             self._current = next(spec for spec in self._expected if spec.num_bytes)
             self._missing = self._current.num_bytes
