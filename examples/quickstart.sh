@@ -5,7 +5,7 @@
 #
 # Model: the released architecture at toy width, 0.5 M parameters: sliding and full layers, experts, self-conditioning; canvases of 32.
 # Data: the source files of Python's own standard library, one token a byte; on every machine, no download.
-# Loss to expect: about 2 nats a byte for both objectives, where the frequencies of the bytes alone give 3.3.
+# Loss to expect: about 1.6 nats a byte for both objectives, where the frequencies of the bytes alone give 3.3.
 set -euo pipefail
 if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then
   sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p;}' "$0"
@@ -31,14 +31,14 @@ DATA_ARGS=(
 TRAINING_ARGS=(
   --micro-batch-size 16
   --global-batch-size 16
-  --train-iters 800
+  --train-iters 600
   --exit-duration-in-mins 4
 )
 OPTIMIZER_ARGS=(
   --lr 4e-3
   --min-lr 1e-4
   --lr-decay-style cosine
-  --lr-warmup-iters 40
+  --lr-warmup-fraction 0.1
   --adam-beta2 0.98
 )
 LOGGING_ARGS=(
@@ -83,7 +83,7 @@ step "4 of 5: export to the transformers format"
 step "5 of 5: generation, one canvas of 32 bytes after another"
 "$PYTHON" "$root/tools/generate.py" --load "$RUN/train" --raw --prompt "def main():" --max-new-tokens 128 --show-steps --gif "$RUN/canvas.gif"
 
-"$PYTHON" - "$RUN/train/metrics.jsonl" "$unigram" <<'PYTHON'
+"$PYTHON" - "$RUN/train/metrics.jsonl" "$unigram" $# <<'PYTHON'
 import json, sys
 rows = [row for row in map(json.loads, open(sys.argv[1])) if "diffusion_loss" in row]
 last = rows[-10:]
@@ -91,8 +91,9 @@ autoregressive, diffusion = (sum(row[name] for row in last) / len(last) for name
 unigram = float(sys.argv[2])
 print(f"\nLoss after {rows[-1]['iteration']} steps, in nats a byte: autoregressive {autoregressive:.2f}, diffusion {diffusion:.2f}; "
       f"byte frequencies alone give {unigram:.2f}.")
-if max(autoregressive, diffusion) > unigram - 0.3:
-    sys.exit("error: the losses are not clearly below that; something is wrong, or training was cut very short")
+# With flags of the user's own it may be any run, a very short one too.
+if max(autoregressive, diffusion) > unigram - 0.3 and sys.argv[3] == "0":
+    sys.exit("error: the losses are not clearly below that; something is wrong, or this machine is too busy")
 PYTHON
 
 cat <<TEXT
@@ -107,7 +108,7 @@ The whole way took $SECONDS s. In $RUN are
 So short a training does not make sense of language: expect indentation, brackets and half words that look like Python, and no program.
 
 What to try next, from $root with $PYTHON as python:
-  go on training          python pretrain_dllm.py @"$RUN/train/args.txt" --load "$RUN/train" --train-iters 8000 --exit-duration-in-mins 30 --override-opt-param-scheduler
+  go on training          python pretrain_dllm.py @"$RUN/train/args.txt" --load "$RUN/train" --train-iters 6000 --exit-duration-in-mins 30 --override-opt-param-scheduler
   see the training data   python tools/show_data.py @"$RUN/train/args.txt" --html "$RUN/data.html"
   another prompt          python tools/generate.py --load "$RUN/train" --raw --prompt "import os" --show-steps --gif "$RUN/canvas.gif"
   your own text           README.md, "Train on your own data"
