@@ -9,7 +9,7 @@ It plays the step in simulated time. A rank that is free takes the first of thes
     5. a weight gradient or an embedding gradient, which nothing waits for
 
 Up to the limit a forward comes before a backward of loop 0: that is the pairing of 1F1B, and it hides how long a microbatch is under way.
-(Backward first would be 10 to 20 % slower with 2 or more chunks, and it does not give the closed forms.) The closed forms keep one
+(Backward first takes 5 to 20 % longer with 2 or more chunks, and it does not give the closed forms.) The closed forms keep one
 activation more than their warm-up is deep; a self-conditioned microbatch takes longer to come back and so needs a higher limit: half a
 microbatch's activations for each rank brings the bubble to within 1 or 2 % of the lower bound for equal stages.
 """

@@ -100,8 +100,13 @@ def check_case(case: Case) -> Outcome:
     )
 
 
+def most_microbatches(ranks: int, max_microbatches: int) -> int:
+    """Two full groups for every pipeline, also where that is more than `max_microbatches`."""
+    return max(max_microbatches, 2 * ranks)
+
+
 def _sizes(max_ranks: int, max_chunks: int, max_microbatches: int) -> Iterator[tuple[int, int, int]]:
     for ranks in range(1, max_ranks + 1):
         for chunks in range(1, max_chunks + 1):
-            for microbatches in range(1, max_microbatches + 1):
+            for microbatches in range(1, most_microbatches(ranks, max_microbatches) + 1):
                 yield ranks, chunks, microbatches

@@ -10,9 +10,9 @@ LIMITS = dict(max_ranks=4, max_chunks=3, max_microbatches=6)
 
 def test_every_schedule_of_a_reduced_sweep_is_sound():
     outcomes = [check_case(case) for case in cases(**LIMITS)]
-    # One chunk takes any number of microbatches; the groups of 2 and of 3 chunks are 21, 10, 5 and 3 for 1 to 4 ranks, counted by hand.
-    # Each has three kinds of coins, and the smallest group of 6, 5, 4 and 3 numbers of microbatches a fourth case.
-    assert len(outcomes) == 4 * (4 * 6) + 2 * (3 * (21 + 10 + 5 + 3) + (6 + 5 + 4 + 3))
+    # One chunk takes any number of microbatches (up to 8 on 4 ranks); 2 and 3 chunks take 21, 10, 5 and 6 groups on 1 to 4 ranks, counted
+    # by hand. Each has three kinds of coins, and the smallest group of 6, 5, 4 and 5 numbers of microbatches a fourth case.
+    assert len(outcomes) == 4 * (6 + 6 + 6 + 8) + 2 * (3 * (21 + 10 + 5 + 6) + (6 + 5 + 4 + 5))
 
 
 @pytest.mark.parametrize("case", [Case(8, 1, 16, 1, "some"), Case(7, 2, 14, 7, "all"), Case(8, 4, 8, 8, "some", overlap=False)], ids=str)
@@ -23,8 +23,8 @@ def test_some_large_schedules_are_sound(case):
 
 
 def test_count_refusals():
-    # Groups of 0 to M + 1, for M = 1 to 4: 3 + 4 + 5 + 6. Legal are 10 of them on 1 rank, 4 on 2 ranks, 2 on 3 ranks.
-    assert count_refusals(max_ranks=3, max_chunks=2, max_microbatches=4) == (18 - 10) + (18 - 4) + (18 - 2)
+    # Groups of 0 to M + 1, for M = 1 to 4: 3 + 4 + 5 + 6, and on 3 ranks up to M = 6. Legal are 10, 4 and 5 of them on 1, 2 and 3 ranks.
+    assert count_refusals(max_ranks=3, max_chunks=2, max_microbatches=4) == (18 - 10) + (18 - 4) + (18 + 7 + 8 - 5)
 
 
 def test_the_sweep_sees_a_wrong_order_of_transfers(monkeypatch):

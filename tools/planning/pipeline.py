@@ -15,11 +15,11 @@ from megatron_dllm.pipeline.edges import EdgeShapes
 from megatron_dllm.pipeline.graph import Pipeline
 from megatron_dllm.pipeline.layout import LAYER_LETTERS, StageLayout, derive_layout, letters_in, parse_layout
 from megatron_dllm.pipeline.simulator import Simulation, simulate
-from megatron_dllm.pipeline.sweep import Outcome, cases, check_case, count_refusals
+from megatron_dllm.pipeline.sweep import Case, Outcome, cases, check_case, count_refusals, most_microbatches
 from megatron_dllm.pipeline.timing import Costs, layout_costs
 
 PICTURE = Path("runs/plan/pipeline_p4_v2_m8.png")
-SIZES = {"quick": (5, 3, 8), "whole": (8, 4, 16)}
+SIZES = {"quick": (5, 3, 6), "whole": (8, 4, 12)}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,8 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_argument("--table", action="store_true", help="print every rank's list of actions, steps down, ranks across")
     output.add_argument("--picture", type=Path, metavar="FILE", help="write the timeline as a PNG")
     output.add_argument("--columns", type=int, default=150, help="width of the timeline in the terminal")
-    output.add_argument("--sweep", action="store_true", help="check all schedules of up to 8 ranks, 4 virtual stages each, 16 microbatches")
-    output.add_argument("--quick", action="store_true", help="sweep up to 5 ranks, 3 virtual stages each and 8 microbatches only")
+    output.add_argument("--sweep", action="store_true", help="check all schedules of up to 8 ranks, 4 virtual stages each, 12 microbatches")
+    output.add_argument("--quick", action="store_true", help="sweep up to 5 ranks, 3 virtual stages each and 6 microbatches only")
     output.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="processes that share the sweep")
 
 
@@ -181,30 +181,30 @@ def run_sweep(sizes: tuple[int, int, int], processes: int, picture: Path) -> int
         f"{worst.time_over_bound - 1:.1%} at most ({worst.case})\n"
         f"picture of 4 ranks of 2 virtual stages, 8 microbatches, half of them self-conditioned: {picture}\n"
         f"checked {len(outcomes)} schedules ({sum(outcome.actions for outcome in outcomes)} actions) of up to {ranks} ranks, "
-        f"{chunks} virtual stages each and {microbatches} microbatches: 0 bad; {refused} illegal group sizes refused; "
-        f"{time.monotonic() - start:.0f} s"
+        f"{chunks} virtual stages each and {microbatches} microbatches (or two for each rank): 0 bad; "
+        f"{refused} illegal group sizes refused; {time.monotonic() - start:.0f} s"
     )
     return 0
 
 
 def bubble_table(outcomes: list[Outcome], microbatches: int) -> str:
-    """Bubbles with as many microbatches as the sweep has, in groups as large as the pipeline, each beside the least that is possible."""
+    """Bubbles of full groups as large as the pipeline, as many as the sweep has, each beside the least that is possible."""
     lines = [
-        f"bubble with {microbatches} microbatches, and in brackets the least that any schedule could have (loop 1 takes 0.2 of loop 0)",
-        "ranks  virtual stages  no loops         some loops       all loops",
+        "bubble, and in brackets the least that any schedule could have (equal stages, loop 1 takes 0.2 of loop 0)",
+        "ranks  virtual stages  microbatches  no loops         some loops       all loops",
     ]
-    found = {(o.case.ranks, o.case.chunks, o.case.coins): o for o in outcomes if is_typical(o, microbatches)}
+    found = {(o.case.ranks, o.case.chunks, o.case.coins): o for o in outcomes if is_typical(o.case, microbatches)}
     for ranks, chunks in sorted({key[:2] for key in found}):
         cells = [found[ranks, chunks, coins] for coins in ("none", "some", "all")]
         text = "  ".join(f"{cell.bubble:6.2%} ({cell.least_bubble:6.2%})" for cell in cells)
-        lines.append(f"{ranks:5}  {chunks:14}  {text}")
+        lines.append(f"{ranks:5}  {chunks:14}  {cells[0].case.microbatches:12}  {text}")
     return "\n".join(lines)
 
 
-def is_typical(outcome: Outcome, microbatches: int) -> bool:
-    case = outcome.case
+def is_typical(case: Case, microbatches: int) -> bool:
+    full_groups = most_microbatches(case.ranks, microbatches) // case.ranks * case.ranks
     smallest = case.ranks if case.chunks > 1 else 1
-    return case.ranks > 1 and case.microbatches == microbatches and case.group == smallest and case.overlap
+    return case.ranks > 1 and case.microbatches == full_groups and case.group == smallest and case.overlap
 
 
 def draw_example(path: Path) -> None:
