@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..parallel import ParallelContext, communication
+
 
 class ReplayError(RuntimeError):
     """What a recompute meets is not what its forward recorded; the gradients of the step cannot be used."""
@@ -49,13 +51,18 @@ class ReplayReport:
     misses: int
     corrupted: tuple[str, ...]
 
-    def check(self, rank: int) -> None:
-        """ReplayError, naming layers and rank, if a record changed between forward and recompute."""
+    def check(self, context: ParallelContext) -> None:
+        """ReplayError, on every rank, if a record changed between forward and recompute on any. Every rank of the world calls it."""
+        rank = context.world.rank
+        faulty = torch.tensor(rank + 1 if self.corrupted else 0, device=context.device)
+        faulty = int(communication.all_reduce(faulty, context.world, "max")) - 1
         if self.corrupted:
             raise ReplayError(
                 f"rank {rank}: the routing recorded by {', '.join(self.corrupted)} changed before its recompute, so the gradients of "
                 "this step are wrong and not used; something writes to memory that is not its own "
                 "(--no-moe-recompute-replay runs without records)")
+        if faulty >= 0:
+            raise ReplayError(f"rank {rank}: stopping, because a routing record changed on rank {faulty}, whose message says more")
 
 
 @dataclass

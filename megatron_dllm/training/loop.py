@@ -26,7 +26,7 @@ from .saving import Saver, restore
 from .schedules import LearningRateSchedule
 from .signals import SignalWatcher, StopPolicy, decode_reason, encode_reason
 from .status import RunStatus
-from .step import StepResult, loss_metrics, train_step
+from .step import StepResult, loss_metrics, replay_metrics, train_step
 from .throughput import Throughput, describe_peak, memory_metrics, peak_of
 
 LOGGED_GENERATIONS = 2
@@ -144,8 +144,8 @@ class Trainer:
             return
         logger.log(iteration, {
             "consumed_samples": iteration * self.run.training.global_batch_size, "learning_rate": self.schedule.at(iteration - 1),
-            **loss_metrics(result.terms), "grad_norm": result.grad_norm, "skipped": skipped.in_all, **meter.drain(),
-            **memory_metrics(self.context.device)})
+            **loss_metrics(result.terms), "grad_norm": result.grad_norm, "skipped": skipped.in_all, **replay_metrics(result.replay),
+            **meter.drain(), **memory_metrics(self.context.device)})
 
     def _evaluate(self, iteration: int, logger: RunLogger, saver: Saver) -> None:
         training = self.run.training

@@ -11,6 +11,7 @@ import torch
 from ..diffusion.inputs import NOISE_BINS, MicrobatchInputs, to_device
 from ..diffusion.losses import LossTerms
 from ..models.diffusion_gemma.model import DiffusionGemma
+from ..moe.replay import ReplayReport
 from ..parallel import Group, communication
 from .logging import noise_level_name
 from .optimizer import MasterOptimizer
@@ -18,11 +19,15 @@ from .optimizer import MasterOptimizer
 
 @dataclass(frozen=True)
 class StepResult:
-    """Losses of the global batch, the gradient's norm before clipping, and whether the update was made: the same on every rank."""
+    """Losses of the global batch, the gradient's norm before clipping, and whether the update was made: the same on every rank.
+
+    replay: what this rank's recomputes took over from their forwards (None: nothing is recomputed).
+    """
 
     loss: float
     terms: LossTerms
     grad_norm: float
+    replay: ReplayReport | None = None
 
     @property
     def is_finite(self) -> bool:
@@ -31,10 +36,17 @@ class StepResult:
 
 
 def train_step(model: DiffusionGemma, optimizer: MasterOptimizer, microbatches: Sequence[MicrobatchInputs], lr: float) -> StepResult:
-    """Run the step on this rank's microbatches. A loss or gradient that is not finite leaves weights and moments as they were."""
+    """Run the step on this rank's microbatches. A loss or gradient that is not finite leaves weights and moments as they were.
+
+    ReplayError, before the update, if what MoE layers recorded for their recompute has changed.
+    """
     total = forward_backward(model, optimizer, microbatches)
+    replay = None
+    if model.recompute.parts:
+        replay = model.recompute.monitor.report()
+        replay.check(model.context)
     norm = optimizer.grad_norm()
-    result = StepResult(total.total.item(), total, norm.item())
+    result = StepResult(total.total.item(), total, norm.item(), replay)
     if result.is_finite:
         optimizer.step(lr, norm)
     else:
@@ -61,6 +73,11 @@ def sum_terms(terms: LossTerms, group: Group) -> LossTerms:
     parts = [getattr(terms, name).double().reshape(-1) for name in names]
     summed = communication.all_reduce(torch.cat(parts), group).split([len(part) for part in parts])
     return LossTerms(**{name: part.view(getattr(terms, name).shape) for name, part in zip(names, summed, strict=True)})
+
+
+def replay_metrics(report: ReplayReport | None) -> dict[str, float]:
+    """MoE dispatches of the step's recomputes on this rank: those that followed their forward, and those made anew."""
+    return {} if report is None else {"replayed_dispatches": report.hits, "repeated_dispatches": report.misses}
 
 
 def loss_metrics(terms: LossTerms) -> dict[str, float]:

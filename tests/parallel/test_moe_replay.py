@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_dllm.moe.replay import NOT_CHECKPOINTED
+from megatron_dllm.moe.replay import NOT_CHECKPOINTED, ReplayError
 from megatron_dllm.parallel import Topology, create_context
 from megatron_dllm.transformer.recompute import Recompute
 from tests.parallel.test_moe_dispatchers import Case, build, inputs
@@ -48,3 +48,28 @@ def test_each_layout_is_exchanged_once(world, dispatcher, part):
                 # Two a layer for gradients, and what the recompute sends again: rows there, and back where something after it reads them.
                 assert 6 <= backward["all_to_all"] <= 8
                 assert backward.get("all_gather", 0) == (0 if replays else 2)
+
+
+def corrupt_on_one_rank(rank):
+    """The message that each rank stops with when a record changes on rank 1."""
+    context = create_context(Topology(world=2, ep=2), rank=rank, device=torch.device("cpu"), sequence_parallel=False)
+    layer, recompute, records = build(context, "alltoall", CASE), Recompute(frozenset(["moe"])), []
+
+    def function(call, h):
+        y = layer(h, h, call)
+        records.extend([] if call.is_recompute else call.log.records)
+        return y
+
+    y = recompute.with_moe("moe", function, NOT_CHECKPOINTED, inputs(CASE)[rank][0].requires_grad_())
+    if rank == 1:
+        records[0].indices[2, 0] ^= 1
+    y.sum().backward()
+    with pytest.raises(ReplayError) as caught:
+        recompute.monitor.report().check(context)
+    return str(caught.value)
+
+
+def test_a_corrupted_record_stops_every_rank(world):
+    other, own = world.run(corrupt_on_one_rank, size=2)
+    assert "rank 1: the routing recorded by layers.0 changed" in own
+    assert "rank 0: stopping, because a routing record changed on rank 1" in other

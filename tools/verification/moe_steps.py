@@ -72,7 +72,7 @@ def model_step(rank: int, dispatcher: str, step: Step) -> StepOutcome:
         hook.remove()
     terms.total.backward()
     report = model.recompute.monitor.report()
-    report.check(rank)
+    report.check(context)
     values = [terms.weighted.detach(), *(p.grad for p in model.parameters())]
     digests = tuple(hashlib.sha256(value.numpy().tobytes()).hexdigest() for value in values)
     return StepOutcome(digests, context.log.calls["layout_exchange", "ep"], len(forwards), report.hits, report.misses)
