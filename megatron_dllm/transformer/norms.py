@@ -4,6 +4,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ..kernels.launch import WIDEST_ROW, takes
 from ..parallel import ParallelContext, place
 from ..tensor_parallel.initialization import Constant, make_parameter
 from .precision import at_least_fp32
@@ -38,6 +39,10 @@ class _RMSNorm(torch.autograd.Function):
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """x * (mean(x^2) + eps)^-0.5 * weight over the last dimension; the dtype of `x`."""
+    if takes(x, weight) and x.shape[-1] <= WIDEST_ROW:
+        from ..kernels import rms_norm as kernel  # Triton is there with CUDA alone
+
+        return kernel.rms_norm(x, weight, eps)
     return _RMSNorm.apply(x, weight, eps)
 
 

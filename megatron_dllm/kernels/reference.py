@@ -1,0 +1,73 @@
+"""What each kernel computes, in plain torch on fp32 (float64 stays), gradients by autograd. Imports nothing of the kernels."""
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """x * (mean(x^2) + eps)^-0.5 * weight over the last dimension."""
+    wide = _wide(x)
+    y = wide * (wide.square().mean(-1, keepdim=True) + eps) ** -0.5
+    return (y if weight is None else y * _wide(weight)).to(x.dtype)
+
+
+def norm_and_rotate(x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
+    """rms_norm of every head of x [T, heads, d], then its pairs (i, i + d/2) turned by the angles of cos, sin [T, d/2]."""
+    low, high = rms_norm(_wide(x), weight, eps).chunk(2, dim=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1).to(x.dtype)
+
+
+def gated_gelu(gate_up: Tensor) -> Tensor:
+    """gelu(gate) * up in gelu's tanh form, [N, I] from gate_up [N, 2, I] (Hendrycks and Gimpel, arXiv 1606.08415, section 2)."""
+    gate, up = _wide(gate_up).unbind(1)
+    return (0.5 * gate * (1 + torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))) * up).to(gate_up.dtype)
+
+
+def permute(x: Tensor, row: Tensor, num_rows: int) -> Tensor:
+    """rows [N, H]: rows[row[t, c]] = x[t] for every choice c of token t that has a row (row[t, c] < N)."""
+    has_row = row < num_rows
+    token = torch.arange(len(row), device=row.device)[:, None].expand(row.shape)
+    return x[token[has_row][torch.argsort(row[has_row])]]
+
+
+def unpermute(rows: Tensor, weights: Tensor, row: Tensor) -> Tensor:
+    """y [T, H] = sum over choices c with a row of weights[t, c] * rows[row[t, c]]."""
+    padded = torch.cat([_wide(rows), _wide(rows).new_zeros(1, rows.shape[1])])
+    return (padded[row] * _wide(weights)[..., None]).sum(1).to(rows.dtype)
+
+
+def softmax_statistics(product: Tensor, target: Tensor, softcap: float | None, observed: Tensor | None, bonus: Tensor | None) -> Tensor:
+    """[1, 4, n] of the logits l = softcap * tanh(product / softcap), plus `bonus` at `observed`: their largest, the sum of
+    exp(l - largest), l at `target`, and whether the first of the largest is at `target`. product [n, v]; target, observed [n],
+    outside [0, v) for none."""
+    logits = _logits(product, softcap, observed, bonus)
+    largest, first = logits.max(1).values, logits.argmax(1)
+    at_target = (logits * _one_hot(target, logits)).sum(1)
+    total = (logits - largest[:, None]).exp().sum(1)
+    return torch.stack([largest, total, at_target, (first == target).to(logits.dtype)])[None]
+
+
+def logit_gradient(product: Tensor, target: Tensor, token_weights: Tensor, log_sum_exp: Tensor, softcap: float | None,
+                   observed: Tensor | None, bonus: Tensor | None) -> Tensor:
+    """[n, v]: gradient at `product` of sum over tokens of token_weights * (log_sum_exp - l at target)."""
+    logits = _logits(product, softcap, observed, bonus)
+    grad = ((logits - log_sum_exp[:, None]).exp() - _one_hot(target, logits)) * token_weights[:, None]
+    return grad if softcap is None else grad * (1 - torch.tanh(_wide(product) / softcap) ** 2)
+
+
+def _logits(product: Tensor, softcap: float | None, observed: Tensor | None, bonus: Tensor | None) -> Tensor:
+    wide = _wide(product)
+    logits = wide if softcap is None else softcap * torch.tanh(wide / softcap)
+    return logits if observed is None else logits + bonus[:, None] * _one_hot(observed, logits)
+
+
+def _one_hot(index: Tensor, like: Tensor) -> Tensor:
+    return (index[:, None] == torch.arange(like.shape[1], device=like.device)).to(like.dtype)

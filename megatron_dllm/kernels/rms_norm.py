@@ -1,0 +1,107 @@
+"""RMSNorm, forward and backward: one read of each tensor, a row in the registers of one program."""
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .launch import persistent_programs, tile
+
+
+@triton.jit
+def _forward(x, weight, y, inverse_root, num_rows, eps, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+             HAS_WEIGHT: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    at, inside = row[:, None] * WIDTH + column[None, :], (row < num_rows)[:, None] & (column < WIDTH)[None, :]
+    wide = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    root = tl.rsqrt(tl.sum(wide * wide, 1) / WIDTH + eps)
+    tl.store(inverse_root + row, root, mask=row < num_rows)
+    out = wide * root[:, None]
+    if HAS_WEIGHT:
+        out *= tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
+    tl.store(y + at, out.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _backward(x, weight, inverse_root, dy, dx, partial, num_rows, num_tiles, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+              COLUMNS: tl.constexpr, HAS_WEIGHT: tl.constexpr, WANTS_WEIGHT: tl.constexpr):
+    column = tl.arange(0, COLUMNS)
+    in_row = column < WIDTH
+    if HAS_WEIGHT:
+        factor = tl.load(weight + column, mask=in_row, other=0.0).to(tl.float32)[None, :]
+    dweight = tl.zeros((ROWS, COLUMNS), tl.float32)
+    number = tl.program_id(0)
+    while number < num_tiles:
+        row = number.to(tl.int64) * ROWS + tl.arange(0, ROWS)
+        at, inside = row[:, None] * WIDTH + column[None, :], (row < num_rows)[:, None] & in_row[None, :]
+        root = tl.load(inverse_root + row, mask=row < num_rows, other=0.0)[:, None]
+        normed = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * root
+        grad = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
+        if WANTS_WEIGHT:
+            dweight += grad * normed
+        if HAS_WEIGHT:
+            grad *= factor
+        projection = tl.sum(grad * normed, 1)[:, None] / WIDTH
+        tl.store(dx + at, ((grad - normed * projection) * root).to(dx.dtype.element_ty), mask=inside)
+        number += tl.num_programs(0)
+    if WANTS_WEIGHT:
+        tl.store(partial + tl.program_id(0) * WIDTH + column, tl.sum(dweight, 0), mask=in_row)
+
+
+@triton.jit
+def _sum_rows(partial, total, num_rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    summed = tl.zeros((ROWS, COLUMNS), tl.float32)
+    row = tl.arange(0, ROWS)
+    while tl.min(row) < num_rows:
+        inside = (row < num_rows)[:, None] & (column < WIDTH)[None, :]
+        summed += tl.load(partial + row[:, None] * WIDTH + column[None, :], mask=inside, other=0.0)
+        row += ROWS
+    tl.store(total + column, tl.sum(summed, 0).to(total.dtype.element_ty), mask=column < WIDTH)
+
+
+def sum_partials(partial: Tensor, dtype: torch.dtype) -> Tensor:
+    """[W] in `dtype`: the sum over the programs of partial fp32 [P, W], always in the same order."""
+    num_rows, width = partial.shape
+    total = torch.empty(width, dtype=dtype, device=partial.device)
+    _sum_rows[(triton.cdiv(width, 32),)](partial, total, num_rows, WIDTH=width, ROWS=64, COLUMNS=32)
+    return total
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Saved: x as given and the inverse root, fp32, a number a row."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+        x = x.contiguous()
+        width = x.shape[-1]
+        num_rows = x.numel() // width
+        y, inverse_root = torch.empty_like(x), torch.empty(num_rows, dtype=torch.float32, device=x.device)
+        rows, columns, warps = tile(width)
+        if num_rows:
+            _forward[(triton.cdiv(num_rows, rows),)](x, weight, y, inverse_root, num_rows, eps, WIDTH=width, ROWS=rows, COLUMNS=columns,
+                                                     HAS_WEIGHT=weight is not None, num_warps=warps)
+        ctx.save_for_backward(x, weight, inverse_root)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        x, weight, inverse_root = ctx.saved_tensors
+        wants_weight = weight is not None and ctx.needs_input_grad[1]
+        num_rows, width, dx = len(inverse_root), x.shape[-1], torch.empty_like(x)
+        if not num_rows:
+            return dx, torch.zeros_like(weight) if wants_weight else None, None
+        rows, columns, warps = tile(width)
+        tiles = triton.cdiv(num_rows, rows)
+        programs = persistent_programs(x.device, tiles) if wants_weight else tiles
+        partial = torch.empty(programs, width, dtype=torch.float32, device=x.device) if wants_weight else None
+        _backward[(programs,)](x, weight, inverse_root, dy.contiguous(), dx, partial, num_rows, tiles, WIDTH=width, ROWS=rows,
+                               COLUMNS=columns, HAS_WEIGHT=weight is not None, WANTS_WEIGHT=wants_weight, num_warps=warps)
+        return dx, sum_partials(partial, weight.dtype) if wants_weight else None, None
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """x * (mean(x^2) + eps)^-0.5 * weight over the last dimension, at most WIDEST_ROW wide, in fp32; the dtype of `x`."""
+    return _RMSNorm.apply(x, weight, eps)

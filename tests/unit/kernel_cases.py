@@ -1,0 +1,58 @@
+"""How a kernel is held to its reference: one function runs either, in the given dtype, and returns outputs and gradients."""
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+# Triton decides when it is imported whether kernels are interpreted, so no test may import it before this module.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+def need_kernels(device: str) -> None:
+    """Skip where the kernels cannot run on `device`: on a CPU they need Triton's interpreter."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("needs triton, whose interpreter runs kernels on a CPU")
+    if device == "cpu" and torch.cuda.is_available():
+        pytest.skip("needs no CUDA device: kernels are compiled where there is one, not interpreted")
+
+
+def outputs_and_gradients(function: Callable[..., Tensor], inputs: Sequence[Tensor], dy: Tensor) -> list[Tensor]:
+    """[y, gradients of the floating inputs that ask for one] of y = function(*inputs), for the gradient `dy` of y."""
+    leaves = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
+    y = function(*leaves)
+    assert y.shape == dy.shape, f"{tuple(y.shape)} for {tuple(dy.shape)}"
+    return [y.detach(), *torch.autograd.grad(y, [x for x in leaves if x.requires_grad], dy.to(y.dtype))]
+
+
+def check(kernel: Callable[..., Tensor], reference: Callable[..., Tensor], plain: Callable[..., Tensor], inputs: Sequence[Tensor],
+          dy: Tensor, units: int = 1) -> None:
+    """The kernel's error against the reference in float64 is at most twice that of `plain` torch, in the inputs' own dtype.
+
+    Some units of the result's rounding are added: one, since plain torch has no error by luck for some results; more where a gradient
+    sums over a thousand rows, in another order.
+    """
+    exact = outputs_and_gradients(reference, [_double(x) for x in inputs], dy.double())
+    ours, plainly = (outputs_and_gradients(function, inputs, dy) for function in (kernel, plain))
+    for got, torch_has, want in zip(ours, plainly, exact, strict=True):
+        assert got.shape == want.shape and got.dtype == torch_has.dtype
+        if want.numel():
+            unit = units * torch.finfo(got.dtype).eps * want.abs().max()
+            error, allowed = (got - want).abs().max(), 2 * (torch_has - want).abs().max() + unit
+            assert error <= allowed, f"error {error:.3g} of {tuple(got.shape)}, allowed {allowed:.3g}"
+
+
+def _double(x: Tensor) -> Tensor:
+    return x.detach().double().requires_grad_(x.requires_grad) if x.is_floating_point() else x
+
+
+def draw(*shape: int, dtype: torch.dtype, device: str, grad: bool = True) -> Tensor:
+    """Normal numbers, rounded to `dtype`."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(device, dtype).requires_grad_(grad)
