@@ -41,8 +41,7 @@ class Experts(nn.Module):
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """[N, H] from rows [N, H], sorted by expert; counts int64 [E]. An expert without rows still gets a (zero) gradient."""
         hidden = self.product(rows, self.gate_up.flatten(1, 2), counts)
-        gate, up = hidden.chunk(2, dim=-1)
-        return self.product(gated_gelu(gate, up), self.down, counts)
+        return self.product(gated_gelu(hidden.unflatten(1, (2, -1))), self.down, counts)
 
 
 def choose_product(dtype: torch.dtype, hidden: int, inner: int, *, grouped: bool) -> ExpertProduct:

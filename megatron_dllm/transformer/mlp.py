@@ -19,5 +19,4 @@ class MLP(nn.Module):
         self.down = RowParallelLinear(f"{name}.down.weight", (hidden, inner), context=context, init=init, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).unbind(1)
-        return self.down(gated_gelu(gate, up))
+        return self.down(gated_gelu(self.gate_up(x)))

@@ -1,0 +1,80 @@
+"""gelu(gate) * up over a fused tensor, its gradient fused the same way: nothing is split, nothing concatenated."""
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ROWS, COLUMNS = 8, 256  # 704 and 2112 columns fill 92 % of their tiles; a thread has 8 pairs
+
+
+@triton.jit
+def _place(num_rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    TILES: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
+    row = (tl.program_id(0) // TILES).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(0) % TILES * COLUMNS + tl.arange(0, COLUMNS)
+    return row[:, None], column[None, :], (row < num_rows)[:, None] & (column < WIDTH)[None, :]
+
+
+@triton.jit
+def _gelu(x):
+    """(gelu, its derivative). With u = sqrt(2 / pi) (x + 0.044715 x^3): 0.5 (1 + tanh u) = sigmoid(2 u)."""
+    square = x * x
+    twice = 1.5957691216057308 * x * (1 + 0.044715 * square)
+    # sigmoid and its slope from exp(-|2 u|), which cannot overflow; sigmoid * (1 - sigmoid) would cancel in the upper tail.
+    small = tl.exp(-tl.abs(twice))
+    part = 1 / (1 + small)
+    share = tl.where(twice >= 0, part, small * part)
+    return x * share, share + x * (small * part * part) * 1.5957691216057308 * (1 + 0.134145 * square)
+
+
+@triton.jit
+def _forward(gate_up, y, num_rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    row, column, inside = _place(num_rows, WIDTH, ROWS, COLUMNS)
+    gate = tl.load(gate_up + row * (2 * WIDTH) + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * (2 * WIDTH) + WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+    activated, _ = _gelu(gate)
+    tl.store(y + row * WIDTH + column, (activated * up).to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _backward(gate_up, dy, dgate_up, num_rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    row, column, inside = _place(num_rows, WIDTH, ROWS, COLUMNS)
+    at = row * (2 * WIDTH) + column
+    gate = tl.load(gate_up + at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + at + WIDTH, mask=inside, other=0.0).to(tl.float32)
+    grad = tl.load(dy + row * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+    activated, slope = _gelu(gate)
+    tl.store(dgate_up + at, (grad * up * slope).to(dgate_up.dtype.element_ty), mask=inside)
+    tl.store(dgate_up + at + WIDTH, (grad * activated).to(dgate_up.dtype.element_ty), mask=inside)
+
+
+def _programs(num_rows: int, width: int) -> tuple[int]:
+    return (triton.cdiv(num_rows, ROWS) * triton.cdiv(width, COLUMNS),)
+
+
+class _GatedGelu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate_up: Tensor) -> Tensor:
+        gate_up = gate_up.contiguous()
+        num_rows, _, width = gate_up.shape
+        y = gate_up.new_empty(num_rows, width)
+        if y.numel():
+            _forward[_programs(num_rows, width)](gate_up, y, num_rows, WIDTH=width, ROWS=ROWS, COLUMNS=COLUMNS)
+        ctx.save_for_backward(gate_up)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        gate_up, = ctx.saved_tensors
+        num_rows, _, width = gate_up.shape
+        dgate_up = torch.empty_like(gate_up)
+        if dy.numel():
+            _backward[_programs(num_rows, width)](gate_up, dy.contiguous(), dgate_up, num_rows, WIDTH=width, ROWS=ROWS, COLUMNS=COLUMNS)
+        return dgate_up
+
+
+def gated_gelu(gate_up: Tensor) -> Tensor:
+    """gelu_tanh(gate) * up [N, I] from gate_up [N, 2, I], in fp32; the dtype of `gate_up`."""
+    return _GatedGelu.apply(gate_up)

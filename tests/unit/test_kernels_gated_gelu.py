@@ -1,0 +1,51 @@
+"""kernels.gated_gelu against its reference, and the torch path against the same."""
+
+import pytest
+import torch
+
+from megatron_dllm.kernels import reference
+from megatron_dllm.transformer import activations
+from tests.unit.kernel_cases import DEVICES, check, draw, need_kernels, outputs_and_gradients
+
+
+def plain(gate_up):
+    gate, up = gate_up.unbind(1)
+    return torch.nn.functional.gelu(gate, approximate="tanh") * up
+
+
+def arguments(num_rows, width, dtype, device):
+    # Normal numbers times 3 reach both tails of gelu.
+    return ([(3 * draw(num_rows, 2, width, dtype=dtype, device=device)).detach().requires_grad_()],
+            draw(num_rows, width, dtype=dtype, device=device, grad=False))
+
+
+@DEVICES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("num_rows, width", [(1, 704), (17, 257), (1025, 3), (0, 16), (9, 256)])
+def test_gated_gelu(num_rows, width, dtype, device):
+    need_kernels(device)
+    from megatron_dllm.kernels.gated_gelu import gated_gelu
+
+    check(gated_gelu, reference.gated_gelu, plain, *arguments(num_rows, width, dtype, device))
+
+
+@DEVICES
+def test_gated_gelu_of_large_and_strided_inputs(device):
+    need_kernels(device)
+    from megatron_dllm.kernels.gated_gelu import gated_gelu
+
+    values = torch.tensor([-1e4, -100.0, -10.0, 0.0, 10.0, 100.0, 1e4], device=device)
+    gate_up = torch.stack([values, torch.full_like(values, 2.0)])[None].requires_grad_()
+    y, grad = outputs_and_gradients(gated_gelu, [gate_up], torch.ones(1, 7, device=device))
+    assert torch.allclose(y, 2 * values.clamp(min=0)) and torch.allclose(grad[0, 0], 2.0 * (values > 0) + 1.0 * (values == 0))
+    (x,), dy = arguments(5, 6, torch.float32, device)
+    whole = outputs_and_gradients(gated_gelu, [x], dy)
+    strided = outputs_and_gradients(lambda x: gated_gelu(x.mT.contiguous().mT), [x], dy.t().contiguous().t())
+    assert all(torch.equal(a, b) for a, b in zip(whole, strided, strict=True))
+
+
+def test_the_torch_path_equals_the_reference():
+    inputs, dy = arguments(17, 30, torch.float64, "cpu")
+    both = (outputs_and_gradients(function, inputs, dy) for function in (activations.gated_gelu, reference.gated_gelu))
+    for ours, want in zip(*both, strict=True):
+        torch.testing.assert_close(ours, want, rtol=1e-12, atol=1e-12)
