@@ -230,3 +230,11 @@ def full_heads_for_tokens(comm_type: str, cp: int, tp: int, heads: int, groups: 
 @check("cp_comm_type_sliding", "context_parallel_size", "tensor_model_parallel_size", "num_attention_heads", "num_query_groups")
 def sliding_heads_for_tokens(comm_type: str, cp: int, tp: int, heads: int, groups: int) -> Fault | None:
     return _heads_for_tokens(comm_type, cp, tp, heads, groups, "cp_comm_type_sliding", "sliding")
+
+
+@check("enable_mhc_connections", "recompute_modules")
+def streams_to_recompute(enabled: bool, modules: tuple[str, ...]) -> Fault | None:
+    if enabled or "mhc" not in modules:
+        return None
+    return Fault("there are no residual streams to compute again", "set --enable-mhc-connections, or leave mhc out of --recompute-modules",
+                 {"enable_mhc_connections": True})  # fmt: skip

@@ -67,6 +67,10 @@ class ModelConfig:
     rotary_percent_global: float = flag("Share of the frequencies that turn in full layers; the others have angle zero.", 0.25)
     max_position_embeddings: int = flag("Longest sequence that the model is meant for.", 262144)
     init_method_std: float = flag("Standard deviation of the initial weights.", 0.02)
+    enable_mhc_connections: bool = flag("Run several residual streams, mixed by learned mappings around a layer's parts (mHC).", False)
+    mhc_num_residual_streams: int = flag("Residual streams of mHC.", 4)
+    mhc_sinkhorn_iterations: int = flag("Rounds that make the mixing of mHC's streams doubly stochastic.", 20)
+    mhc_init_gating_factor: float = flag("Initial weight of what mHC's mappings read from the streams.", 0.01)
     bos_token_id: int = flag("Token that begins a text.", 2)
     eos_token_id: tuple[int, ...] = flag("Tokens that end a text or a turn; the first one also fills a canvas after its end.", (1, 106))
     pad_token_id: int = flag("Token of positions that nothing reads.", 0)
@@ -80,6 +84,11 @@ class ModelConfig:
 
     def kv_heads(self, layer: int) -> int:
         return self.num_global_query_groups if self.is_full(layer) else self.num_query_groups
+
+    @property
+    def num_residual_streams(self) -> int:
+        """Streams between layers, each hidden_size wide."""
+        return self.mhc_num_residual_streams if self.enable_mhc_connections else 1
 
     @property
     def fill_token_id(self) -> int:

@@ -24,8 +24,13 @@ class TrainingConfig:
     recompute_granularity: Literal["full", "selective"] | None = flag(
         "Compute activations again in the backward pass instead of keeping them: whole layers, or --recompute-modules only.", None
     )
-    recompute_modules: tuple[Literal["core_attn", "mlp", "moe"], ...] = flag(
-        "Parts that --recompute-granularity selective computes again: attention without its projections, the dense MLP, the experts.", ()
+    recompute_modules: tuple[Literal["core_attn", "mlp", "moe", "mhc"], ...] = flag(
+        "Parts that --recompute-granularity selective computes again: attention without its projections, the dense MLP, the experts, the "
+        "residual streams of mHC.",
+        (),
+    )
+    mhc_recompute_layer_num: int | None = flag(
+        "Layers whose residual streams are computed again together from those that enter them; without it all of a stage.", None
     )
     exit_duration_in_mins: int | None = flag("Save and stop after this many minutes.", None)
     exit_interval: int | None = flag("Save and stop at the first step that this number divides.", None)

@@ -173,11 +173,20 @@ def _read_rope(parameters: dict[str, Any]) -> dict[str, float]:
     }
 
 
+def check_expressible(model: ModelConfig) -> None:
+    """ValueError that names what of `model` transformers' DiffusionGemma does not have."""
+    if model.enable_mhc_connections:
+        raise ValueError(
+            "transformers has no DiffusionGemma with the residual streams of --enable-mhc-connections, so this model cannot be written in "
+            "its format; keep its checkpoints as they are, and leave out --save-hf")
+
+
 def write_config(model: ModelConfig, base: dict[str, Any] | None = None) -> dict[str, Any]:
     """The config.json of `model`. Every key of `base` that says nothing of the model is kept, and `base` itself where it is this model.
 
     Full layers are described in the form that `base` has, and as in the released file without one.
     """
+    check_expressible(model)
     if base is not None and read_config(base) == model:
         return copy.deepcopy(base)
     config = copy.deepcopy(base) if base else {"architectures": [ARCHITECTURE], "vision_config": dict(SMALLEST_VISION)}

@@ -17,6 +17,10 @@ class Init(Protocol):
 
     def __call__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, *, expert: int | None = None) -> Tensor: ...
 
+    def with_std(self, std: float) -> Init:
+        """The same draws with another standard deviation (a constant stays as it is)."""
+        ...
+
 
 class Initializer:
     """Normal draws of standard deviation `std`, made in fp32 on the CPU whatever the dtype asked for."""
@@ -33,6 +37,10 @@ class Initializer:
         draw = torch.from_numpy(generator.standard_normal(shape, dtype=np.float32))
         return draw.mul_(self.std).to(dtype)
 
+    def with_std(self, std: float) -> Initializer:
+        """The same draws, scaled."""
+        return Initializer(self.seed, std)
+
 
 class Constant:
     """Every weight is `value`, e.g. 1 for norms."""
@@ -43,6 +51,10 @@ class Constant:
     def __call__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, *, expert: int | None = None) -> Tensor:
         """Weights of `shape`, all equal."""
         return torch.full(shape, self.value, dtype=dtype)
+
+    def with_std(self, std: float) -> Constant:
+        """Itself: it has no spread."""
+        return self
 
 
 def _key(seed: int, name: str, expert: int | None) -> int:

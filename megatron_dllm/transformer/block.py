@@ -12,6 +12,7 @@ from ..moe.replay import NOT_CHECKPOINTED, Call
 from ..parallel import ParallelContext, gather_replicated_sequence, split_sequence
 from ..tensor_parallel.initialization import Init
 from .attention import SelfAttention
+from .hyper_connection import HyperConnection, PlainConnection, StreamChain
 from .mlp import MLP
 from .norms import RMSNorm
 from .recompute import Recompute
@@ -25,6 +26,8 @@ class TransformerBlock(nn.Module):
         d   = post_feedforward_layernorm_1(mlp(pre_feedforward_layernorm(h)))
         m   = post_feedforward_layernorm_2(experts(pre_feedforward_layernorm_2(h), router(h)))
         y   = (h + post_feedforward_layernorm(d + m)) * the scalar of the token's stream
+
+    With mHC, x and y are [T, n * H], and each of the two parts reads and writes the streams through a connection of its own.
 
     Each token's m is computed by one tp rank: with sequence parallelism the rank whose piece it is in, fill left out; without, every rank
     computes 1/R of the tokens, and they are gathered.
@@ -41,11 +44,16 @@ class TransformerBlock(nn.Module):
         def norm(which: str, *, partial: bool = False) -> RMSNorm:
             return RMSNorm(f"{name}.{which}", hidden, eps=config.norm_epsilon, context=context, dtype=dtype, partial=partial)
 
+        def connection(which: str) -> HyperConnection | PlainConnection:
+            return HyperConnection(f"{name}.{which}", config, **shared) if config.enable_mhc_connections else PlainConnection()
+
         shares_tokens = context.tp.size > 1
 
+        self.attention_connection = connection("attention_connection")
         self.input_layernorm = norm("input_layernorm")
         self.attention = SelfAttention(f"{name}.attention", config, layer, recompute=recompute, **shared)
         self.post_attention_layernorm = norm("post_attention_layernorm")
+        self.feed_forward_connection = connection("feed_forward_connection")
         self.pre_feedforward_layernorm = norm("pre_feedforward_layernorm")
         self.mlp = MLP(f"{name}.mlp", hidden, config.ffn_hidden_size, **shared)
         self.post_feedforward_layernorm_1 = norm("post_feedforward_layernorm_1")
@@ -58,16 +66,22 @@ class TransformerBlock(nn.Module):
         # The released model scales the output of each pass by a buffer of its own: [clean, canvas].
         self.register_buffer("layer_scalars", torch.ones(2, dtype=dtype, device=context.device))
 
-    def forward(self, x: Tensor, token_pass: TokenPass, earlier: LayerContext | None) -> tuple[Tensor, LayerContext | None]:
-        """y [T, H] and the layer's context for a later pass; recomputed in the backward where the configuration says so."""
-        return self.recompute.with_moe("block", self._forward, NOT_CHECKPOINTED, x, token_pass, earlier)
+    def forward(self, x: Tensor, token_pass: TokenPass, earlier: LayerContext | None,
+                chain: StreamChain | None = None) -> tuple[Tensor, LayerContext | None]:
+        """y [T, H] and the layer's context for a later pass; recomputed in the backward where the configuration says so.
 
-    def _forward(self, call: Call, x: Tensor, token_pass: TokenPass,
-                 earlier: LayerContext | None) -> tuple[Tensor, LayerContext | None]:
-        attended, kept = self.attention(self.input_layernorm(x), token_pass.layers[self.kind], earlier)
-        h = x + self.post_attention_layernorm(attended)
-        y = h + self.post_feedforward_layernorm(self.feed_forward(call, h, token_pass))
-        return y * token_pass.per_stream(self.layer_scalars), kept
+        `chain`: where mHC's streams are to be computed again from, see stream_chains.
+        """
+        return self.recompute.with_moe("block", self._forward, NOT_CHECKPOINTED, x, token_pass, earlier, chain)
+
+    def _forward(self, call: Call, x: Tensor, token_pass: TokenPass, earlier: LayerContext | None,
+                 chain: StreamChain | None) -> tuple[Tensor, LayerContext | None]:
+        u, mix = self.attention_connection.read(x, chain)
+        attended, kept = self.attention(self.input_layernorm(u), token_pass.layers[self.kind], earlier)
+        x = self.attention_connection.write(x, self.post_attention_layernorm(attended), mix, chain)
+        h, mix = self.feed_forward_connection.read(x, chain)
+        y = self.post_feedforward_layernorm(self.feed_forward(call, h, token_pass))
+        return self.feed_forward_connection.write(x, y, mix, chain, token_pass.per_stream(self.layer_scalars)), kept
 
     def _apart(self, call: Call, h: Tensor, token_pass: TokenPass) -> Tensor:
         """d + m."""

@@ -16,10 +16,12 @@ class Recompute:
     """Runs a part of a layer, recomputed in the backward when its name is in `parts` ("block" is the whole layer).
 
     `replays`: MoE layers follow in the recompute what they decided in the forward (see moe.replay); `monitor` counts how often.
+    `mhc_layers`: layers whose streams are computed again together (None: all of one trip).
     """
 
     parts: frozenset[str]
     replays: bool = True
+    mhc_layers: int | None = None
     monitor: ReplayMonitor = field(default_factory=ReplayMonitor, compare=False)
 
     @classmethod
@@ -28,7 +30,7 @@ class Recompute:
         if config.recompute_granularity is None:
             return cls(frozenset())
         parts = ["block"] if config.recompute_granularity == "full" else config.recompute_modules
-        return cls(frozenset(parts), replays=moe.moe_recompute_replay)
+        return cls(frozenset(parts), replays=moe.moe_recompute_replay, mhc_layers=config.mhc_recompute_layer_num)
 
     def __call__(self, part: str, function: Callable, *inputs):
         """function(*inputs), for parts without MoE layers."""

@@ -243,7 +243,7 @@ class TestToTransformers:
     def test_from_transformers_inverts_it(self, model):
         assert ModelConfig.from_transformers(json.loads(json.dumps(model.to_transformers()))) == model
 
-    @pytest.mark.parametrize("field", [name for name in vars(DISTINCT) if name not in ("num_layers", "layer_types")])
+    @pytest.mark.parametrize("field", [name for name in vars(DISTINCT) if name not in ("num_layers", "layer_types") and "mhc" not in name])
     def test_writes_every_field(self, field):
         """A change of any one field survives the way there and back, over the file of the model before the change."""
         value = getattr(DISTINCT, field)

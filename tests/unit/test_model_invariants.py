@@ -9,6 +9,8 @@ from megatron_dllm.config import ObjectiveConfig
 from tests.unit.toy import CONFIG, LENGTHS, gradients, toy_inputs, toy_model, toy_plan
 
 MODEL = toy_model()
+MHC = dataclasses.replace(CONFIG, enable_mhc_connections=True, mhc_num_residual_streams=3)
+MODELS = {"plain": MODEL, "mhc": toy_model(config=MHC)}
 ALWAYS, NEVER = ObjectiveConfig(self_conditioning_prob=1.0), ObjectiveConfig(self_conditioning_prob=0.0)
 
 
@@ -20,7 +22,7 @@ def close(one, other, tolerance=1e-12):
 
 
 @torch.no_grad()
-def states(plan, objective, *, change=None, length=None):
+def states(plan, objective, *, change=None, model=MODEL):
     """Final hidden states of the clean tokens, and of the canvas tokens in the loop that scores them; `change` alters one clean token."""
     def edit(streams):
         if change is None:
@@ -30,12 +32,12 @@ def states(plan, objective, *, change=None, length=None):
         return dataclasses.replace(streams, clean=dataclasses.replace(streams.clean, tokens=tokens))
 
     inputs = toy_inputs(plan, objective=objective, edit=edit)
-    clean, canvas = MODEL.embed(inputs.clean.tokens), MODEL.self_conditioning(MODEL.embed(inputs.canvas.tokens), None)
-    hidden, contexts = MODEL.run_layers(torch.cat([clean, canvas]), inputs.first_pass)
+    clean, canvas = model.embed(inputs.clean.tokens), model.self_conditioning(model.embed(inputs.canvas.tokens), None)
+    hidden, contexts = model.run_layers(torch.cat([clean, canvas]), inputs.first_pass)
     decoded = hidden[len(clean):]
     if inputs.second_pass is not None:
-        signal = MODEL.soft_signal(hidden[inputs.draft_rows])
-        decoded, _ = MODEL.run_layers(MODEL.self_conditioning(MODEL.embed(inputs.second_tokens), signal), inputs.second_pass, contexts)
+        signal = model.soft_signal(hidden[inputs.draft_rows])
+        decoded, _ = model.run_layers(model.self_conditioning(model.embed(inputs.second_tokens), signal), inputs.second_pass, contexts)
     return hidden[:len(clean)], decoded
 
 
@@ -44,18 +46,19 @@ def differs(one, other):
     return ((one - other).abs().amax(1) > 1e-10).numpy()
 
 
-@pytest.mark.parametrize("objective", [NEVER, ALWAYS], ids=["one loop", "two loops"])
-@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
-def test_clean_tokens_reach_only_what_may_see_them(objective, packed):
+@pytest.mark.parametrize(("kind", "packed", "objective"), [
+    ("plain", False, NEVER), ("plain", True, NEVER), ("plain", False, ALWAYS), ("plain", True, ALWAYS), ("mhc", True, ALWAYS)],
+    ids=["rows, one loop", "packed, one loop", "rows, two loops", "packed, two loops", "mhc"])
+def test_clean_tokens_reach_only_what_may_see_them(kind, packed, objective):
     """Every clean token is changed once: earlier states and other documents stay; its own canvas moves just if the token is before it."""
-    plan = toy_plan(objective, LENGTHS[:4], packed=packed)
-    clean, decoded = states(plan, objective)
+    plan, model = toy_plan(objective, LENGTHS[:4], packed=packed), MODELS[kind]
+    clean, decoded = states(plan, objective, model=model)
     start = 0
     for number, example in enumerate(plan.microbatches[0][0].examples):
         canvas = np.arange(number * CONFIG.canvas_length, (number + 1) * CONFIG.canvas_length)
         stop = start + example.fit.total
         for offset in range(example.fit.total):
-            changed, moved = states(plan, objective, change=start + offset)
+            changed, moved = states(plan, objective, change=start + offset, model=model)
             at = start + offset
             touched = np.flatnonzero(differs(changed, clean))
             assert at in touched and touched.min() == at and touched.max() < stop
@@ -91,8 +94,14 @@ def test_accumulation_does_not_change_the_gradient(changes):
         close(gradients(MODEL, toy_plan(objective, micro_batch_size=size), objective=objective), whole)
 
 
-def test_packing_does_not_change_the_gradient():
-    close(gradients(MODEL, toy_plan(packed=True)), gradients(MODEL, toy_plan()))
+@pytest.mark.parametrize("kind", MODELS.keys() - {"plain"})
+def test_accumulation_with_other_layers(kind):
+    close(gradients(MODELS[kind], toy_plan(micro_batch_size=2)), gradients(MODELS[kind], toy_plan()))
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_packing_does_not_change_the_gradient(kind):
+    close(gradients(MODELS[kind], toy_plan(packed=True)), gradients(MODELS[kind], toy_plan()))
 
 
 def test_the_causal_objective_is_the_first_loss_alone():
@@ -137,11 +146,11 @@ def test_repeats_are_bit_equal():
         assert first[0] == again[0] and all(torch.equal(g, again[1][name]) for name, g in first[1].items())
 
 
-@pytest.mark.parametrize("probability", [0.0, 0.5, 1.0])
-def test_gradients_are_finite_and_reach_every_parameter(probability):
+@pytest.mark.parametrize(("probability", "kind"), [(0.0, "plain"), (0.5, "plain"), (1.0, "plain"), (1.0, "mhc")])
+def test_gradients_are_finite_and_reach_every_parameter(probability, kind):
     """But those of self-conditioning where there is none."""
     objective = ObjectiveConfig(self_conditioning_prob=probability)
-    model = toy_model()
+    model = toy_model(config=MODELS[kind].config)
     for number in range(len(toy_plan(objective).microbatches[0])):
         model(toy_inputs(toy_plan(objective), number, objective=objective)).total.backward()
     silent = {name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()}

@@ -21,6 +21,7 @@ from ...tensor_parallel import VocabularyParallelEmbedding, linear_cross_entropy
 from ...tensor_parallel.initialization import Init
 from ...tensor_parallel.vocabulary import VocabularyRange
 from ...transformer.block import TransformerBlock
+from ...transformer.hyper_connection import contract_streams, expand_streams, stream_chains
 from ...transformer.mlp import MLP
 from ...transformer.norms import RMSNorm, rms_norm
 from ...transformer.precision import accumulation_dtype, at_least_fp32
@@ -87,12 +88,13 @@ class DiffusionGemma(nn.Module):
 
     def run_layers(self, x: Tensor, token_pass: TokenPass, earlier: Contexts | None = None) -> tuple[Tensor, Contexts]:
         """Final hidden states, normed, of what `embed` gave (see `whole`), and every layer's context where the pass keeps any."""
-        contexts = {}
-        for number, layer in self.layers.items():
-            x, kept = layer(x, token_pass, None if earlier is None else earlier[int(number)])
+        contexts, num_streams = {}, self.config.num_residual_streams
+        x = expand_streams(x, num_streams)
+        for (number, layer), chain in zip(self.layers.items(), stream_chains(self.recompute), strict=False):
+            x, kept = layer(x, token_pass, None if earlier is None else earlier[int(number)], chain)
             if kept is not None:
                 contexts[int(number)] = kept
-        return self.final_norm(x), contexts
+        return self.final_norm(contract_streams(x, num_streams)), contexts
 
     def null_signal(self) -> Tensor:
         """The signal [1, H] of a uniform distribution over the vocabulary."""

@@ -1,0 +1,239 @@
+"""Residual connections: the plain one, and manifold-constrained hyper-connections (mHC), which run n residual streams side by side.
+
+Legend: T tokens, n streams, C hidden; the streams of a token lie one after the other, x [T, n*C]. Of each token (DESIGN.md section 6)
+
+    r = 1 / (|x| / sqrt(nC) + 1e-6);  h = r * (x W^T) * alpha + b, with an alpha for each of the three parts
+    H_pre = sigmoid(h[:n]);  H_post = 2 sigmoid(h[n:2n]);  H_res = Sinkhorn(h[2n:]), n x n
+
+A part of a layer reads u = H_pre x, [T, C], and its output y is written to all streams: x = H_res x + H_post^T y. All mappings are computed
+in at least fp32; streams have the compute dtype.
+"""
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from ..config import ModelConfig
+from ..parallel import ParallelContext, place
+from ..tensor_parallel.initialization import Constant, Init, make_parameter
+from .precision import accumulation_dtype, at_least_fp32
+from .recompute import Recompute
+
+EPSILON = 1e-6  # beside the norm of x, and the least denominator of Sinkhorn's rounds
+
+
+@dataclass(frozen=True)
+class Mix:
+    """How the output of a part is written: post [T, n] and res [T, n, n], at least fp32."""
+
+    post: Tensor
+    res: Tensor
+
+
+class PlainConnection:
+    """One stream: a part reads x, and its output is added to x."""
+
+    def read(self, x: Tensor, chain: None) -> tuple[Tensor, None]:
+        """What the part reads."""
+        return x, None
+
+    def write(self, x: Tensor, y: Tensor, mix: None, chain: None, scale: Tensor | None = None) -> Tensor:
+        """(x + y) * scale."""
+        return x + y if scale is None else (x + y) * scale
+
+
+class HyperConnection(nn.Module):
+    """One of a layer's two mHC modules.
+
+        weight [n^2 + 2n, nC], alpha [3] (pre, post, res), bias [n^2 + 2n]: at least fp32, equal on every tp rank
+
+    Under sequence parallelism each rank has streams of its own tokens, so the weights' gradients are summed over tp.
+    """
+
+    def __init__(self, name: str, config: ModelConfig, *, context: ParallelContext, init: Init, dtype: torch.dtype):
+        super().__init__()
+        self.num_streams, self.iterations = config.mhc_num_residual_streams, config.mhc_sinkhorn_iterations
+        width, outputs = self.num_streams * config.hidden_size, self.num_streams ** 2 + 2 * self.num_streams
+
+        def parameter(which: str, shape: tuple[int, ...], how: Init) -> nn.Parameter:
+            placement = place(shape, context, hold_fp32=True, partial_over_tp=context.sequence_parallel)
+            return make_parameter(f"{name}.{which}", placement, init=how, dtype=accumulation_dtype(dtype), device=context.device)
+
+        # Xavier: as wide as keeps the size of activations and of gradients.
+        self.weight = parameter("weight", (outputs, width), init.with_std((2 / (outputs + width)) ** 0.5))
+        self.alpha = parameter("alpha", (3,), Constant(config.mhc_init_gating_factor))
+        self.bias = parameter("bias", (outputs,), Constant(0.0))
+
+    def read(self, x: Tensor, chain: StreamChain | None) -> tuple[Tensor, Mix]:
+        """u = H_pre x [T, C], and the mix with which `write` puts the part's output back."""
+        u, post, res = _Read.apply(x, self.weight, self.alpha, self.bias, self.num_streams, self.iterations, chain)
+        return u, Mix(post, res)
+
+    def write(self, x: Tensor, y: Tensor, mix: Mix, chain: StreamChain | None, scale: Tensor | None = None) -> Tensor:
+        """(H_res x + H_post^T y) * scale [T, nC] from y [T, C]; `scale` [T, 1], for all streams alike, has no gradient."""
+        return _Write.apply(x, y, mix.post, mix.res, scale, chain)
+
+
+def expand_streams(x: Tensor, num_streams: int) -> Tensor:
+    """[T, n*C]: x [T, C] in every stream, each a copy."""
+    return x if num_streams == 1 else x.repeat(1, num_streams)
+
+
+def contract_streams(x: Tensor, num_streams: int) -> Tensor:
+    """[T, C]: the mean of the streams."""
+    return x if num_streams == 1 else at_least_fp32(x).unflatten(1, (num_streams, -1)).mean(1).to(x.dtype)
+
+
+def sinkhorn(logits: Tensor, iterations: int) -> Tensor:
+    """[..., n, n], nearly doubly stochastic: so many rounds of rows, then columns, on exp(logits - the row's maximum)."""
+    matrix = torch.exp(logits - logits.detach().amax(-1, keepdim=True))
+    for _ in range(iterations):
+        matrix = matrix / matrix.sum(-1, keepdim=True).clamp(min=EPSILON)
+        matrix = matrix / matrix.sum(-2, keepdim=True).clamp(min=EPSILON)
+    return matrix
+
+
+def mappings(projected: Tensor, inverse: Tensor, alpha: Tensor, bias: Tensor, num_streams: int, iterations: int) -> tuple[Tensor, ...]:
+    """H_pre [T, n], H_post [T, n] and H_res [T, n, n] of projected = x W^T [T, n^2 + 2n] and inverse = r [T, 1]."""
+    n = num_streams
+    gates = torch.cat([alpha[0].expand(n), alpha[1].expand(n), alpha[2].expand(n * n)])
+    h = inverse * projected * gates + bias
+    return torch.sigmoid(h[:, :n]), 2 * torch.sigmoid(h[:, n:2 * n]), sinkhorn(h[:, 2 * n:].unflatten(1, (n, n)), iterations)
+
+
+class StreamChain:
+    """The streams of some layers that follow each other, of which only the first is kept; the others are written again in the backward.
+
+    Streams i + 1 are made of streams i by the i-th write, whose y [T, C] is kept: one n-th of what it makes. Backwards go from the last
+    read to the first, and what they have passed is let go.
+    """
+
+    @dataclass(frozen=True)
+    class Write:
+        """A call of `write`: see there."""
+
+        y: Tensor
+        post: Tensor
+        res: Tensor
+        scale: Tensor | None
+
+    def __init__(self):
+        self._writes: list[StreamChain.Write] = []
+        self._streams: dict[int, Tensor] = {}
+
+    def place(self, x: Tensor) -> int:
+        """The number of the streams `x`, which are the newest."""
+        if not self._writes:
+            self._streams[0] = x.detach()
+        return len(self._writes)
+
+    def add(self, y: Tensor, mix: Mix, scale: Tensor | None) -> None:
+        """Remember how the newest streams are written. Detached: the chain belongs to the graph, and may not hold it."""
+        self._writes.append(StreamChain.Write(y.detach(), mix.post.detach(), mix.res.detach(), scale))
+
+    def streams(self, number: int) -> Tensor:
+        """Streams `number`, computed again from those before; later ones are dropped."""
+        if number > len(self._writes) or 0 not in self._streams:
+            raise RuntimeError("the streams of a recomputed mHC module were let go by an earlier backward; call backward once")
+        del self._writes[number:]
+        self._streams = {at: x for at, x in self._streams.items() if at <= number}
+        for at in range(max(self._streams), number):
+            write = self._writes[at]
+            self._streams[at + 1] = mixed(self._streams[at], write.y, write.post, write.res, write.scale)
+        return self._streams[number]
+
+
+def stream_chains(recompute: Recompute) -> Iterator[StreamChain | None]:
+    """For each layer of one trip the chain that its streams belong to; None: they are kept."""
+    if "mhc" not in recompute.parts or not torch.is_grad_enabled():
+        yield from itertools.repeat(None)
+    if recompute.mhc_layers is None:
+        yield from itertools.repeat(StreamChain())
+    while True:
+        yield from itertools.repeat(StreamChain(), recompute.mhc_layers)
+
+
+def mixed(x: Tensor, y: Tensor, post: Tensor, res: Tensor, scale: Tensor | None) -> Tensor:
+    """(H_res x + H_post^T y) * scale, computed in at least fp32."""
+    streams = at_least_fp32(x).unflatten(1, (post.shape[1], -1))
+    new = torch.baddbmm(post[:, :, None] * at_least_fp32(y)[:, None], res, streams).flatten(1)
+    return (new if scale is None else new * at_least_fp32(scale)).to(x.dtype)
+
+
+class _Read(torch.autograd.Function):
+    """u, H_post, H_res of x. Saved: x (or its place in a chain), x W^T and r; the mappings are computed again."""
+
+    @staticmethod
+    def forward(ctx, x, weight, alpha, bias, num_streams, iterations, chain):
+        wide = at_least_fp32(x)
+        projected = F.linear(wide, at_least_fp32(weight))
+        inverse = 1 / (wide.norm(dim=1, keepdim=True) / wide.shape[1] ** 0.5 + EPSILON)
+        pre, post, res = mappings(projected, inverse, at_least_fp32(alpha), at_least_fp32(bias), num_streams, iterations)
+        u = (pre[:, :, None] * wide.unflatten(1, (num_streams, -1))).sum(1).to(x.dtype)
+        ctx.shape, ctx.source = (num_streams, iterations), _Source.of(ctx, x, chain, projected, inverse, weight, alpha, bias)
+        return u, post, res
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, du, dpost, dres):
+        x, projected, inverse, weight, alpha, bias = ctx.source.tensors(ctx)
+        num_streams, _ = ctx.shape
+        wide, du = at_least_fp32(x), at_least_fp32(du)
+        streams = wide.unflatten(1, (num_streams, -1))
+        with torch.enable_grad():
+            leaves = [at_least_fp32(t.detach()).requires_grad_() for t in (projected, inverse, alpha, bias)]
+            pre, post, res = mappings(*leaves, *ctx.shape)
+        dpre = (streams @ du[:, :, None]).squeeze(-1)
+        dprojected, dinverse, dalpha, dbias = torch.autograd.grad((pre, post, res), leaves, (dpre, dpost, dres))
+        dx = torch.addmm((pre.detach()[:, :, None] * du[:, None]).flatten(1), dprojected, at_least_fp32(weight))
+        # d r / d x = -r^2 x / (|x| sqrt(nC)), and nothing where x is zero (rows of fill may be).
+        size = wide.norm(dim=1, keepdim=True) * wide.shape[1] ** 0.5
+        dx -= (dinverse * inverse.square() / size).masked_fill(size == 0, 0.0) * wide
+        return dx.to(x.dtype), (dprojected.T @ wide).to(weight.dtype), dalpha.to(alpha.dtype), dbias.to(bias.dtype), None, None, None
+
+
+class _Write(torch.autograd.Function):
+    """The new streams of x and y. Saved: x (or its place in a chain), y and the mix."""
+
+    @staticmethod
+    def forward(ctx, x, y, post, res, scale, chain):
+        ctx.source = _Source.of(ctx, x, chain, y, post, res, scale)
+        if chain is not None:
+            chain.add(y, Mix(post, res), scale)
+        return mixed(x, y, post, res, scale)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        x, y, post, res, scale = ctx.source.tensors(ctx)
+        grad = at_least_fp32(grad) if scale is None else at_least_fp32(grad) * at_least_fp32(scale)
+        grad, streams = grad.unflatten(1, (post.shape[1], -1)), at_least_fp32(x).unflatten(1, (post.shape[1], -1))
+        dx, dres = res.mT @ grad, grad @ streams.mT
+        dy, dpost = (post[:, :, None] * grad).sum(1), (grad @ at_least_fp32(y)[:, :, None]).squeeze(-1)
+        return dx.flatten(1).to(x.dtype), dy.to(y.dtype), dpost, dres, None, None
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where a backward has the streams from: its own saved tensors, or a place in a chain."""
+
+    chain: StreamChain | None
+    number: int = field(default=0)
+
+    @classmethod
+    def of(cls, ctx, x: Tensor, chain: StreamChain | None, *others: Tensor | None) -> _Source:
+        """Save what the backward needs."""
+        source = cls(chain, 0 if chain is None else chain.place(x))
+        ctx.save_for_backward(x if source.number == 0 else None, *others)
+        return source
+
+    def tensors(self, ctx) -> tuple[Tensor, ...]:
+        """The streams, then the others that were saved."""
+        saved, *others = ctx.saved_tensors
+        return (saved if self.chain is None else self.chain.streams(self.number), *others)
