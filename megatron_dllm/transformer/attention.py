@@ -12,7 +12,7 @@ from ..tensor_parallel.initialization import Init
 from .core_attention import AttentionPlan, attend
 from .norms import RMSNorm, rms_norm
 from .recompute import Recompute
-from .rotary import rotate
+from .rotary import norm_and_rotate
 from .rows import take_distinct
 from .token_pass import LayerContext, LayerPass
 
@@ -43,8 +43,9 @@ class SelfAttention(nn.Module):
     def forward(self, x: Tensor, layer_pass: LayerPass, earlier: LayerContext | None) -> tuple[Tensor, LayerContext | None]:
         """y [T, H] from x [T, H], and the keys and values that a later pass needs."""
         query, raw_key, raw_value = self._project(x)
-        query = rotate(self.q_norm(query), layer_pass.rotary)
-        key, value = rotate(self.k_norm(raw_key), layer_pass.rotary), rms_norm(raw_value, None, self.eps)
+        query = norm_and_rotate(query, self.q_norm.weight, layer_pass.rotary, self.eps)
+        key = norm_and_rotate(raw_key, self.k_norm.weight, layer_pass.rotary, self.eps)
+        value = rms_norm(raw_value, None, self.eps)
         if earlier is not None:
             key, value = torch.cat([earlier.key, key]), torch.cat([earlier.value, value])
         out = self.recompute("core_attn", self._attend, query, key, value, layer_pass.attention)

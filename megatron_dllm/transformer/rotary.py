@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..kernels.launch import takes
+from .norms import rms_norm
 from .precision import at_least_fp32
 
 
@@ -39,3 +41,12 @@ def rotate(x: Tensor, table: RotaryTable) -> Tensor:
     """x [T, heads, d] turned by its tokens' angles; the dtype of `x`."""
     low, high = at_least_fp32(x).chunk(2, dim=-1)
     return torch.cat([low * table.cos - high * table.sin, high * table.cos + low * table.sin], dim=-1).to(x.dtype)
+
+
+def norm_and_rotate(x: Tensor, weight: Tensor | None, table: RotaryTable, eps: float) -> Tensor:
+    """rotate(rms_norm(x)) of x [T, heads, d]; the dtype of `x`."""
+    if takes(x, weight, table.cos):
+        from ..kernels import norm_and_rotate as kernel  # Triton is there with CUDA alone
+
+        return kernel.norm_and_rotate(x, weight, table.cos[:, 0], table.sin[:, 0], eps)
+    return rotate(rms_norm(x, weight, eps), table)
