@@ -97,7 +97,7 @@ def export_model(load: Path, save: Path, dtype: str | None, shard_bytes: int) ->
     run, assets = stored_run(found), found.path.parent / ASSETS
     if dtype:
         dtype_of = {name: DTYPES[dtype] for name in found.shapes}.__getitem__
-    elif found.state.optimizer_steps:  # a run's: its masters are more precise than what it computed with
+    elif found.state.iteration:  # a run's: its masters are more precise than what it computed with
         dtype_of = {name: torch.bfloat16 if run.training.bf16 else torch.float32 for name in found.shapes}.__getitem__
     else:
         dtype_of = found.dtype

@@ -86,9 +86,9 @@ class SafetensorsWriter(StorageWriter):
                     writer.add(spec.name, planner.resolve_data(item))
                     results.append(WriteResult(item.index, spec.num_bytes, PlacedIn(file, spec.name)))
                 self.records[file] = writer.close()
-            except OSError:
+            except OSError as error:
                 writer.abandon()
-                raise
+                raise OSError(error.errno, error.strerror, str(self.folder / file)) from None  # write() itself names no file
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future

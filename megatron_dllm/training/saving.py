@@ -52,6 +52,8 @@ def restore(trainer: Trainer) -> int:
 
 
 def _resume(trainer: Trainer, found: store.Checkpoint) -> None:
+    if found.state.iteration and not found.has_optimizer:
+        raise ValueError(f"checkpoint {found.path} holds weights alone; start from them with --pretrained-checkpoint")
     size, consumed = trainer.run.training.global_batch_size, found.state.consumed_rows
     if consumed != found.state.iteration * size:
         raise ValueError(f"--global-batch-size {size}: checkpoint {found.path} has consumed {consumed} rows in {found.state.iteration} "
