@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..kernels.launch import WIDEST_ROW, takes
+
 
 @dataclass(frozen=True)
 class Permutation:
@@ -118,9 +120,17 @@ class RowOrder:
 
 def permute(x: Tensor, permutation: Permutation) -> Tensor:
     """[N, H] in expert order from x [T, H]."""
+    if takes(x):
+        from ..kernels import permute as kernel  # Triton is there with CUDA alone
+
+        return kernel.permute(x, permutation.row, len(permutation.slot))
     return _Permute.apply(x, permutation.slot, permutation.row, permutation.is_partial)
 
 
 def unpermute(rows: Tensor, weights: Tensor, permutation: Permutation) -> Tensor:
     """[T, H]: each token's rows [N, H], weighted by `weights` [T, k] and summed."""
+    if takes(rows, weights) and rows.shape[1] <= WIDEST_ROW:
+        from ..kernels import permute as kernel
+
+        return kernel.unpermute(rows, weights, permutation.row)
     return _Unpermute.apply(rows, weights, permutation.slot, permutation.row, permutation.is_partial)

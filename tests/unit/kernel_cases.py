@@ -24,6 +24,11 @@ def need_kernels(device: str) -> None:
         pytest.skip("needs no CUDA device: kernels are compiled where there is one, not interpreted")
 
 
+def as_many_as(rows: int, device: str) -> int:
+    """`rows`, at most 65 where kernels are interpreted, a program after the other."""
+    return rows if device == "cuda" else min(rows, 65)
+
+
 def outputs_and_gradients(function: Callable[..., Tensor], inputs: Sequence[Tensor], dy: Tensor) -> list[Tensor]:
     """[y, gradients of the floating inputs that ask for one] of y = function(*inputs), for the gradient `dy` of y."""
     leaves = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]

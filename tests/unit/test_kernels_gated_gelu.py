@@ -5,7 +5,7 @@ import torch
 
 from megatron_dllm.kernels import reference
 from megatron_dllm.transformer import activations
-from tests.unit.kernel_cases import DEVICES, check, draw, need_kernels, outputs_and_gradients
+from tests.unit.kernel_cases import DEVICES, as_many_as, check, draw, need_kernels, outputs_and_gradients
 
 
 def plain(gate_up):
@@ -26,7 +26,7 @@ def test_gated_gelu(num_rows, width, dtype, device):
     need_kernels(device)
     from megatron_dllm.kernels.gated_gelu import gated_gelu
 
-    check(gated_gelu, reference.gated_gelu, plain, *arguments(num_rows, width, dtype, device))
+    check(gated_gelu, reference.gated_gelu, plain, *arguments(as_many_as(num_rows, device), width, dtype, device))
 
 
 @DEVICES
