@@ -25,16 +25,12 @@ QUERY_BLOCK = 256  # scores [h, n, m] of one block of so many queries are held a
 
 @dataclass(frozen=True)
 class Block:
-    """Consecutive queries and the keys [clean ; canvas] that any of them sees.
-
-    `first`, `past` int64 [n, 1] count from the first clean key of the block; None where every query sees all of them. All see `canvas`.
-    """
+    """Consecutive queries and the keys [clean ; canvas] that any of them sees; all see `canvas`, and `clean` too if not `masked`."""
 
     queries: slice
     clean: slice
     canvas: slice
-    first: Tensor | None
-    past: Tensor | None
+    masked: bool
 
     @property
     def num_queries(self) -> int:
@@ -43,9 +39,19 @@ class Block:
 
 @dataclass(frozen=True)
 class PartialPlan:
-    """The blocks of one Visibility, with the window in it; queries that see nothing are in none."""
+    """The blocks of one Visibility, with the window in it; queries that see nothing may be in none.
+
+    bounds: int64 [2, Q, 1], first and past clean key of each query.
+    """
 
     blocks: tuple[Block, ...]
+    bounds: Tensor
+
+    def hidden(self, block: Block) -> Tensor:
+        """bool [n, m]: the clean keys of a block that its queries do not see."""
+        place = torch.arange(block.clean.start, block.clean.stop, device=self.bounds.device)
+        first, past = self.bounds[:, block.queries]
+        return (place < first) | (place >= past)
 
 
 def partial_plan(visibility: Visibility, device: torch.device, block: int = QUERY_BLOCK) -> PartialPlan:
@@ -62,11 +68,10 @@ def partial_plan(visibility: Visibility, device: torch.device, block: int = QUER
         assert canvas.stop - canvas.start == len(own), "the keys of a canvas stand apart"
         if high == low and len(own) == 0:
             continue
-        bounds = [None, None]
-        if not ((first == low) & (past == high)).all():
-            bounds = [torch.from_numpy(bound - low)[:, None].to(device) for bound in (first, past)]
-        blocks.append(Block(slice(start, stop), slice(low, high), canvas, *bounds))
-    return PartialPlan(tuple(blocks))
+        masked = not ((first == low) & (past == high)).all()
+        blocks.append(Block(slice(start, stop), slice(low, high), canvas, bool(masked)))
+    bounds = torch.from_numpy(np.stack([visibility.first_key, visibility.past_key])[..., None])
+    return PartialPlan(tuple(blocks), bounds.to(device))
 
 
 def _query_runs(canvas_id: np.ndarray, block: int) -> Iterator[tuple[int, int]]:
@@ -97,10 +102,10 @@ def partial_attention(query: Tensor, key: Tensor, value: Tensor, plan: PartialPl
     out = torch.zeros(query.shape, dtype=dtype, device=query.device)
     lse = torch.full(query.shape[:2], -torch.inf, dtype=dtype, device=query.device)
     for block in plan.blocks:
-        scores = _scores(query, key, block)
+        scores = _scores(query, key, plan, block)
         block_lse = scores.logsumexp(-1)
-        weights = (scores - _finite(block_lse)[..., None]).exp_()
-        mixed = weights @ _by_group(_keys(value, block), groups)
+        weights = scores.sub_(_finite(block_lse)[..., None]).exp_()
+        mixed = _product(weights, _by_group(_keys(value, block), groups))
         out[block.queries] = _by_query(mixed, block.num_queries)
         lse[block.queries] = _by_query(block_lse[..., None], block.num_queries)[..., 0]
     return Partial(out, lse)
@@ -122,25 +127,31 @@ def partial_gradients(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, l
     for block in plan.blocks:
         rows = block.queries
         shift, block_delta = (_by_group(x[rows][..., None], groups) for x in (_finite(lse), delta))
-        weights = (_scores(query, key, block) - shift).exp_()
+        weights = _scores(query, key, plan, block).sub_(shift).exp_()
         upstream, queries = (_by_group(x[rows], groups) for x in (grad, query))
         keys, values = (_by_group(_keys(x, block), groups) for x in (key, value))
-        dscores = (upstream @ values.mT).sub_(block_delta).mul_(weights)
-        dquery[rows] = _by_query(dscores @ keys, block.num_queries)
-        _add(dkey, dscores.mT @ queries, block)
-        _add(dvalue, weights.mT @ upstream, block)
+        dscores = _product(upstream, values.mT).sub_(block_delta).mul_(weights)
+        dquery[rows] = _by_query(_product(dscores, keys), block.num_queries)
+        _add(dkey, _product(dscores.mT, queries), block)
+        _add(dvalue, _product(weights.mT, upstream), block)
     return Gradients(dquery, dkey, dvalue)
 
 
-def _scores(query: Tensor, key: Tensor, block: Block) -> Tensor:
+def _scores(query: Tensor, key: Tensor, plan: PartialPlan, block: Block) -> Tensor:
     """[g, r n, m], -inf where a query does not see a key."""
     groups = key.shape[1]
-    scores = _by_group(query[block.queries], groups) @ _by_group(_keys(key, block), groups).mT
-    if block.first is not None:
-        place = torch.arange(block.clean.stop - block.clean.start, device=scores.device)
-        hidden = (place < block.first) | (place >= block.past)
-        scores.unflatten(1, (-1, len(hidden)))[..., :len(place)].masked_fill_(hidden, -torch.inf)
+    scores = _product(_by_group(query[block.queries], groups), _by_group(_keys(key, block), groups).mT)
+    if block.masked:
+        hidden = plan.hidden(block)
+        scores.unflatten(1, (-1, len(hidden)))[..., :hidden.shape[1]].masked_fill_(hidden, -torch.inf)
     return scores
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b by group, fp32 at least. CUDA multiplies 16-bit factors as they are and adds up in fp32."""
+    if b.is_cuda and b.dtype in (torch.bfloat16, torch.float16):
+        return torch.bmm(a.to(b.dtype), b, out_dtype=torch.float32)
+    return at_least_fp32(a) @ at_least_fp32(b)
 
 
 def _keys(x: Tensor, block: Block) -> Tensor:
@@ -157,8 +168,8 @@ def _add(total: Tensor, gradient: Tensor, block: Block) -> None:
 
 
 def _by_group(x: Tensor, groups: int) -> Tensor:
-    """[g, r n, d] from [n, g r, d], fp32 at least; a group's heads one after the other."""
-    return at_least_fp32(x).unflatten(1, (groups, -1)).permute(1, 2, 0, 3).flatten(1, 2)
+    """[g, r n, d] from [n, g r, d]; a group's heads one after the other."""
+    return x.unflatten(1, (groups, -1)).permute(1, 2, 0, 3).flatten(1, 2)
 
 
 def _by_query(x: Tensor, num_queries: int) -> Tensor:

@@ -76,7 +76,7 @@ def test_blocks_that_see_nothing_are_left_out():
     plan = partial_plan(late, CPU, block=4)
     assert [block.queries for block in plan.blocks] == [slice(8, 10)]
     full = partial_plan(seen_by(visibility, np.array([8, 9]), np.arange(5), np.zeros(0, np.int64)), CPU)
-    assert full.blocks[0].first is None and full.blocks[0].clean == slice(0, 5)
+    assert not full.blocks[0].masked and full.blocks[0].clean == slice(0, 5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

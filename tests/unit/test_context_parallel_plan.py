@@ -69,9 +69,8 @@ def mask_of_blocks(plan, queries, clean_keys, canvas_keys, shape):
     for block in plan.blocks:
         rows = queries[block.queries]
         inner = np.ones((len(rows), block.clean.stop - block.clean.start), int)
-        if block.first is not None:
-            place = np.arange(inner.shape[1])
-            inner = ((place >= block.first.numpy()) & (place < block.past.numpy())).astype(int)
+        if block.masked:
+            inner = (~plan.hidden(block)).numpy().astype(int)
         mask[np.ix_(rows, keys[block.clean])] += inner
         mask[np.ix_(rows, keys[block.canvas])] += 1
     return mask
