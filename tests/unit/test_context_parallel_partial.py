@@ -79,17 +79,28 @@ def test_blocks_that_see_nothing_are_left_out():
     assert not full.blocks[0].masked and full.blocks[0].clean == slice(0, 5)
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_precision(dtype):
-    """As good as plain attention of the same dtype; lse is fp32."""
+def test_precision(dtype, device):
+    """As good as plain attention of the same dtype, in gradients too; lse is fp32."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device, and torch sees none")
     visibility = layout(DOCUMENTS["unequal"], canvas_length=5)
-    inputs = random_inputs(visibility, heads=4, groups=2, dim=16, dtype=dtype)
-    exact = attend_dense(*(x.double() for x in inputs), visibility)
-    plain = attend_dense(*inputs, visibility)
-    with torch.no_grad():
-        found = partial_attention(*inputs, partial_plan(visibility, CPU))
-    assert found.out.dtype == found.lse.dtype == torch.float32
-    assert (found.out.to(dtype).double() - exact).norm() <= 2 * (plain.double() - exact).norm()
+    inputs = [x.detach().to(device) for x in random_inputs(visibility, heads=4, groups=2, dim=16, dtype=dtype)]
+
+    def oracle(compute):
+        leaves = [x.to(compute).requires_grad_() for x in inputs]
+        out = attend_dense(*leaves, visibility)
+        return [out, *torch.autograd.grad(out, leaves, torch.ones_like(out))]
+
+    plan = partial_plan(visibility, torch.device(device))
+    found = partial_attention(*inputs, plan)
+    upstream = torch.ones_like(inputs[0])
+    gradients = partial_gradients(upstream, *inputs, found.lse, found.out.sum(-1), plan)
+    ours = [found.out, gradients.query, gradients.key, gradients.value]
+    assert {x.dtype for x in (found.lse, *ours)} == {torch.float32}
+    for own, plain, exact in zip(ours, oracle(dtype), oracle(torch.float64), strict=True):
+        assert (own.to(dtype).double() - exact).norm() <= 2 * (plain.double() - exact).norm()
 
 
 def test_memory_is_linear_in_the_sequence():
