@@ -66,7 +66,8 @@ RANGES: dict[str, Range] = {
         POSITIVE,
     ),
     **dict.fromkeys(
-        ("init_method_std", "encoder_loss_weight", "min_lr", "weight_decay", "clip_grad", "entropy_bound", "confidence_threshold",
+        ("moe_aux_loss_coeff", "moe_z_loss_coeff",
+         "init_method_std", "encoder_loss_weight", "min_lr", "weight_decay", "clip_grad", "entropy_bound", "confidence_threshold",
          "mhc_init_gating_factor"),
         NOT_NEGATIVE,
     ),
@@ -110,6 +111,7 @@ NEEDS = (
           lambda run: run.model.enable_mhc_connections),
     Needs(("mhc_recompute_layer_num",), "mhc among --recompute-modules", lambda run: "mhc" in run.training.recompute_modules),
     Needs(("moe_recompute_replay",), "--recompute-granularity", lambda run: run.training.recompute_granularity is not None),
+    Needs(("moe_aux_loss_coeff", "moe_z_loss_coeff"), "a router that is trained", lambda run: not run.objective.freeze_router),
     Needs(("moe_grouped_gemm",), "--bf16", lambda run: run.training.bf16),
     Needs(("profile_step_start", "profile_step_end"), "--profile", lambda run: run.training.profile),
     Needs(("lr_decay_iters", "min_lr"), "an --lr-decay-style that decays", lambda run: run.optimizer.lr_decay_style != "constant"),

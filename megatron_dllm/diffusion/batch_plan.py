@@ -102,10 +102,12 @@ class Microbatch:
 
 @dataclass(frozen=True)
 class Denominators:
-    """Global counts, over data-parallel ranks and accumulation: examples (or pairs) of the first loss, tokens of the second."""
+    """Global counts, over data-parallel ranks and accumulation: examples (or pairs) of the first loss, tokens of the second, and tokens
+    that routers' losses count (all clean and all canvas tokens, drafts left out)."""
 
     encoder: int
     decoder: int
+    routed: int
 
 
 @dataclass(frozen=True)
@@ -177,4 +179,5 @@ def _count(examples: Sequence[PlannedExample], objective: ObjectiveConfig) -> De
     pairs = [example.num_pairs(objective) for example in examples]
     encoder = sum(n > 0 for n in pairs) if objective.encoder_loss_normalization == "example" else sum(pairs)
     decoder = sum(int(example.scored(canvas, objective).sum()) for example in examples for canvas in example.canvases)
-    return Denominators(encoder, decoder)
+    routed = sum(example.fit.total + len(example.canvases) * example.fit.canvas_length for example in examples)
+    return Denominators(encoder, decoder, routed)

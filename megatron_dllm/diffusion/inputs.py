@@ -11,6 +11,7 @@ from torch import Tensor
 from ..config import ModelConfig
 from ..context_parallel.layout import ContextSplit
 from ..context_parallel.microbatch import SharedMicrobatch
+from ..moe.balance import CANVAS, CLEAN, DRAFT, RoutedTokens
 from ..transformer.token_pass import LAYER_TYPES, SequenceSplit, TokenPass, token_pass
 from .streams import Streams, TokenStream
 
@@ -91,14 +92,16 @@ def microbatch_inputs(streams: Streams, config: ModelConfig, *, dtype: torch.dty
     canvas_group = 1 + np.minimum((level * NOISE_BINS).astype(np.int64), NOISE_BINS - 1)
     first_pass = token_pass(
         config, dict.fromkeys(LAYER_TYPES, streams.visibility), np.concatenate([clean.positions, canvas.positions]), num_clean=len(clean),
-        kept=kept and {kind: shared.own_kept(kept[kind]) for kind in LAYER_TYPES}, shards=shared.first_pass(), device=device, split=split)
+        kept=kept and {kind: shared.own_kept(kept[kind]) for kind in LAYER_TYPES}, shards=shared.first_pass(), device=device, split=split,
+        routed=_routed(np.concatenate([np.full(len(clean), CLEAN), np.where(again, DRAFT, CANVAS)]), streams, **place))
     first_scored = _scored(
         [(clean, np.zeros(len(clean), np.int64), None), (canvas, canvas_group, bonus)], ~drafts, leave_one_out, **place)
     second_pass = second_scored = None
     if kept is not None:
         second_pass = token_pass(
             config, {kind: streams.visibility.against_kept(everyones_drafts, kept[kind]) for kind in LAYER_TYPES}, canvas.positions[again],
-            num_clean=0, shards=shared.second_pass(kept, streams.self_conditioned), device=device, split=split)
+            num_clean=0, shards=shared.second_pass(kept, streams.self_conditioned), device=device, split=split,
+            routed=_routed(np.full(int(again.sum()), CANVAS), streams, **place))
         second_scored = _scored(
             [(canvas.select(again), canvas_group[again], bonus[again])], np.ones(int(again.sum()), bool), leave_one_out, **place)
     return MicrobatchInputs(
@@ -110,6 +113,10 @@ def microbatch_inputs(streams: Streams, config: ModelConfig, *, dtype: torch.dty
 def _kept(streams: Streams, queries: np.ndarray, config: ModelConfig) -> dict[str, np.ndarray]:
     """By layer type, the clean keys that the second loop reads: all before a canvas, or its last window - 1."""
     return {"full": streams.visibility.kept_keys(queries), "sliding": streams.visibility.windowed(config.window_size).kept_keys(queries)}
+
+
+def _routed(stream: np.ndarray, streams: Streams, *, device: torch.device, dtype: torch.dtype) -> RoutedTokens:
+    return RoutedTokens.of(_tensor(stream, device), streams.num_routed, dtype)
 
 
 def _scored(parts: list[tuple[TokenStream, np.ndarray, np.ndarray | None]], here: np.ndarray, leave_one_out: bool, *,

@@ -46,6 +46,7 @@ class Streams:
     self_conditioned   bool [Tc], of the canvas tokens: which go through the second loop
     noise_level        float64 [Tc]: t of each canvas token's example
     observed_bonus     float64 [Tc]: what the `loo` loss adds to the logit of the noisy token that is seen; zeros otherwise
+    num_routed         tokens that routers' losses count, in the whole global batch
     """
 
     clean: TokenStream
@@ -54,6 +55,7 @@ class Streams:
     self_conditioned: np.ndarray
     noise_level: np.ndarray
     observed_bonus: np.ndarray
+    num_routed: int
 
 
 def build_streams(microbatch: Microbatch, tokens: Sequence[np.ndarray], objective: ObjectiveConfig, denominators: Denominators, *,
@@ -84,7 +86,7 @@ def build_streams(microbatch: Microbatch, tokens: Sequence[np.ndarray], objectiv
         bonus = np.log1p(vocab_size * (1 - level) / level)  # arXiv 2605.22765
     return Streams(
         _join(clean_parts), _join(canvas_parts), visibility,
-        np.repeat([example.self_conditioned for _, _, example in extras], length).astype(bool), level, bonus)
+        np.repeat([example.self_conditioned for _, _, example in extras], length).astype(bool), level, bonus, denominators.routed)
 
 
 def _filled(example: PlannedExample, raw: np.ndarray, fill_token: int) -> np.ndarray:

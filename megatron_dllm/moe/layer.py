@@ -7,10 +7,11 @@ from torch import Tensor, nn
 from ..config import ModelConfig
 from ..parallel import ParallelContext
 from ..tensor_parallel.initialization import Init
+from .balance import BalanceLosses, RoutedTokens, RoutingFigures, RoutingMonitor, with_loss
 from .dispatchers.interface import Dispatcher, Trip
 from .experts import Experts
 from .replay import NOT_CHECKPOINTED, Call, Record
-from .router import Router
+from .router import Router, Routing
 
 
 class MoELayer(nn.Module):
@@ -21,27 +22,42 @@ class MoELayer(nn.Module):
     """
 
     def __init__(self, name: str, config: ModelConfig, *, context: ParallelContext, init: Init, dtype: torch.dtype, dispatcher: Dispatcher,
-                 grouped: bool = True):
+                 grouped: bool = True, losses: BalanceLosses | None = None, monitor: RoutingMonitor | None = None):
         super().__init__()
-        self.name, self.dispatcher = name, dispatcher
+        self.name, self.dispatcher, self.losses, self.monitor = name, dispatcher, losses, monitor
         self.router = Router(f"{name}.router", config, context=context, init=init, dtype=dtype)
         self.experts = Experts(f"{name}.experts", config, context=context, init=init, dtype=dtype, grouped=grouped)
 
-    def forward(self, x: Tensor, residual: Tensor, call: Call = NOT_CHECKPOINTED) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor, call: Call = NOT_CHECKPOINTED, tokens: RoutedTokens | None = None) -> Tensor:
         """y [T, H]. In two steps, to work on something else between them: `start`, `finish`."""
-        return self.finish(self.start(x, residual, call))
+        return self.finish(self.start(x, residual, call, tokens))
 
-    def start(self, x: Tensor, residual: Tensor, call: Call = NOT_CHECKPOINTED) -> Trip:
-        """Route, and begin to send tokens to their experts. `call`: the checkpointed run that this is part of (see replay)."""
+    def start(self, x: Tensor, residual: Tensor, call: Call = NOT_CHECKPOINTED, tokens: RoutedTokens | None = None) -> Trip:
+        """Route, and begin to send tokens to their experts.
+
+        call    the checkpointed run that this is part of (see replay)
+        tokens  what the tokens are, for balance losses and figures; without it there are none
+        """
         record = call.recorded(self.name, len(x))
         routing = self.router(residual, None if record is None else record.indices)
         plan = self.dispatcher.prepare(routing.indices) if record is None else record.plan
+        weights, fractions = routing.weights, None
+        if tokens is not None:
+            fractions = self.losses.fractions(routing.indices, tokens) if record is None else record.fractions
+            weights = self._balanced(routing, tokens, fractions, call)
         # What is wholly without gradient is never recomputed.
-        if not call.is_recompute and (x.requires_grad or routing.weights.requires_grad or self.experts.down.requires_grad):
-            call.record(Record.of(self.name, routing.indices, plan))
-        trip = self.dispatcher.trip(plan, routing.weights)
+        if not call.is_recompute and (x.requires_grad or weights.requires_grad or self.experts.down.requires_grad):
+            call.record(Record.of(self.name, routing.indices, plan, fractions))
+        trip = self.dispatcher.trip(plan, weights)
         trip.dispatch(x)
         return trip
+
+    def _balanced(self, routing: Routing, tokens: RoutedTokens, fractions: Tensor | None, call: Call) -> Tensor:
+        """The routing's weights with the balance losses tied to them; figures are noted once, in the forward."""
+        losses = self.losses(routing.logits, routing.probabilities, tokens, fractions)
+        if torch.is_grad_enabled() and not call.is_recompute:
+            self.monitor.note(self.name, RoutingFigures.of(routing.probabilities, routing.indices, tokens, losses))
+        return with_loss(routing.weights, losses) if self.losses.is_used and routing.weights.requires_grad else routing.weights
 
     def finish(self, trip: Trip) -> Tensor:
         """y [T, H]: the experts' work, and its way back."""

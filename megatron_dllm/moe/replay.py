@@ -24,16 +24,18 @@ class ReplayError(RuntimeError):
 
 @dataclass(frozen=True)
 class Record:
-    """What one MoE layer did in one forward: `indices` int64 [T, k], the dispatcher's `plan`, and the indices' fingerprint at that time."""
+    """What one MoE layer did in one forward: `indices` int64 [T, k], the dispatcher's `plan`, the experts' `fractions` [E] of the choices
+    of all ranks (None without a loss on them), and the indices' fingerprint at that time."""
 
     layer: str
     indices: Tensor
     plan: Any
+    fractions: Tensor | None
     fingerprint: Tensor
 
     @classmethod
-    def of(cls, layer: str, indices: Tensor, plan: Any) -> Record:
-        return cls(layer, indices, plan, fingerprint(indices))
+    def of(cls, layer: str, indices: Tensor, plan: Any, fractions: Tensor | None = None) -> Record:
+        return cls(layer, indices, plan, fractions, fingerprint(indices))
 
 
 def fingerprint(indices: Tensor) -> Tensor:

@@ -16,11 +16,12 @@ from ..transformer.precision import accumulation_dtype, at_least_fp32
 
 @dataclass(frozen=True)
 class Routing:
-    """indices int64 [T, k], by falling probability; weights [T, k], renormalised to 1 and scaled by expert; probabilities [T, E]."""
+    """indices int64 [T, k], by falling probability; weights [T, k], renormalised to 1, scaled by expert; probabilities, logits [T, E]."""
 
     indices: Tensor
     weights: Tensor
     probabilities: Tensor
+    logits: Tensor
 
 
 class Router(nn.Module):
@@ -46,10 +47,11 @@ class Router(nn.Module):
     def forward(self, x: Tensor, indices: Tensor | None = None) -> Routing:
         """The routing of x [T, H]; with `indices` [T, k], which a recompute has from its forward, the weights at these."""
         scaled = rms_norm(at_least_fp32(x), None, self.eps) * self.scale * self.root
-        probabilities = F.linear(scaled, at_least_fp32(self.weight)).softmax(-1)
+        logits = F.linear(scaled, at_least_fp32(self.weight))
+        probabilities = logits.softmax(-1)
         if indices is None:
             indices = probabilities.detach().topk(self.topk, dim=-1).indices
         # Read by index in both cases, so that a replay keeps and computes exactly what the forward did.
         chosen = probabilities.gather(-1, indices)
         weights = chosen / chosen.sum(-1, keepdim=True) * self.per_expert_scale[indices]
-        return Routing(indices, weights, probabilities)
+        return Routing(indices, weights, probabilities, logits)

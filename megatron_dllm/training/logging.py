@@ -36,6 +36,7 @@ TRAILING: dict[str, tuple[str, Form]] = {
     "memory_reserved_bytes": ("memory reserved (GiB)", lambda v: f"{v / GIB:.2f}"),
 }
 EVALUATION_PREFIX = "eval/"
+ROUTING_PREFIX = "routing/"  # figures by layer: kept everywhere but in the log line
 
 
 def scientific(value: float) -> str:
@@ -50,7 +51,7 @@ def metric_parts(metrics: Mapping[str, float | int], number: Form = scientific) 
     """(label, value) pairs in the order of the log line; `number` writes the learning rate and the loss terms."""
     parts = [(label, (form or number)(metrics[name])) for name, (label, form) in LEADING.items() if name in metrics]
     for name, value in metrics.items():
-        if name not in LEADING and name not in TRAILING and not is_noise_level(name):
+        if name not in LEADING and name not in TRAILING and not is_noise_level(name) and not name.startswith(ROUTING_PREFIX):
             parts.append((name.replace("_", " "), str(value) if isinstance(value, int) else number(value)))
     return parts + [(label, form(metrics[name])) for name, (label, form) in TRAILING.items() if name in metrics]
 

@@ -15,6 +15,7 @@ from ..data.tokenizers import Tokenizer
 from ..diffusion.random import Stream
 from ..models.diffusion_gemma.build import build_model
 from ..models.diffusion_gemma.model import DiffusionGemma
+from ..moe.balance import balance_metrics
 from ..parallel import ParallelContext, Watchdog, communication
 from .batches import BatchMaker, PreparedBatch, training_batches
 from .evaluation import evaluate, sample_generations
@@ -145,7 +146,8 @@ class Trainer:
         logger.log(iteration, {
             "consumed_samples": iteration * self.run.training.global_batch_size, "learning_rate": self.schedule.at(iteration - 1),
             **loss_metrics(result.terms), "grad_norm": result.grad_norm, "skipped": skipped.in_all, **replay_metrics(result.replay),
-            **meter.drain(), **memory_metrics(self.context.device)})
+            **balance_metrics(self.model.routing.drain(), self.context), **meter.drain(),
+            **memory_metrics(self.context.device)})
 
     def _evaluate(self, iteration: int, logger: RunLogger, saver: Saver) -> None:
         training = self.run.training

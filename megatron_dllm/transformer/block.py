@@ -1,15 +1,18 @@
 """One layer: attention, then a dense MLP and routed experts side by side, each between norms of its own."""
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import ModelConfig
-from ..moe.dispatchers.interface import Dispatcher
+from ..moe.balance import RoutedTokens
 from ..moe.layer import MoELayer
 from ..moe.replay import NOT_CHECKPOINTED, Call
-from ..parallel import ParallelContext, gather_replicated_sequence, split_sequence
+from ..parallel import ParallelContext, communication, gather_replicated_sequence, split_sequence
 from ..tensor_parallel.initialization import Init
 from .attention import SelfAttention
 from .hyper_connection import HyperConnection, PlainConnection, StreamChain
@@ -34,7 +37,7 @@ class TransformerBlock(nn.Module):
     """
 
     def __init__(self, layer: int, config: ModelConfig, *, context: ParallelContext, init: Init, dtype: torch.dtype,
-                 recompute: Recompute, dispatcher: Dispatcher, grouped_experts: bool = True):
+                 recompute: Recompute, moe_layer: Callable[..., MoELayer]):
         super().__init__()
         self.kind = config.layer_types[layer]
         self.recompute = recompute
@@ -58,7 +61,7 @@ class TransformerBlock(nn.Module):
         self.mlp = MLP(f"{name}.mlp", hidden, config.ffn_hidden_size, **shared)
         self.post_feedforward_layernorm_1 = norm("post_feedforward_layernorm_1")
         self.pre_feedforward_layernorm_2 = norm("pre_feedforward_layernorm_2", partial=shares_tokens)
-        self.moe = MoELayer(name, config, dispatcher=dispatcher, grouped=grouped_experts, **shared)
+        self.moe = moe_layer(name, config, **shared)
         # A part that is recomputed by itself runs by itself; otherwise the dense MLP runs while tokens are on their way to the experts.
         self.feed_forward = self._apart if "moe" in recompute.parts else self._overlapped
         self.post_feedforward_layernorm_2 = norm("post_feedforward_layernorm_2", partial=shares_tokens)
@@ -92,7 +95,7 @@ class TransformerBlock(nn.Module):
     def _overlapped(self, call: Call, h: Tensor, token_pass: TokenPass) -> Tensor:
         """d + m."""
         own = self._own_tokens(h, token_pass)
-        trip = self.moe.start(self.pre_feedforward_layernorm_2(own), own, call)
+        trip = self.moe.start(self.pre_feedforward_layernorm_2(own), own, call, self._own_routed(token_pass))
         dense = self.recompute("mlp", self._dense, h)
         return dense + self._all_tokens(self.post_feedforward_layernorm_2(self.moe.finish(trip)), token_pass)
 
@@ -101,13 +104,20 @@ class TransformerBlock(nn.Module):
 
     def _routed(self, call: Call, h: Tensor, token_pass: TokenPass) -> Tensor:
         own = self._own_tokens(h, token_pass)
-        return self._all_tokens(self.post_feedforward_layernorm_2(self.moe(self.pre_feedforward_layernorm_2(own), own, call)), token_pass)
+        routed = self.moe(self.pre_feedforward_layernorm_2(own), own, call, self._own_routed(token_pass))
+        return self._all_tokens(self.post_feedforward_layernorm_2(routed), token_pass)
 
     def _own_tokens(self, h: Tensor, token_pass: TokenPass) -> Tensor:
         """Of this rank's rows those whose experts it looks after: no other tp rank has them, and none is fill."""
         if self.sequence_parallel:
             return h[:len(h) - token_pass.num_own_fill]
         return split_sequence(h, self.tp, near_equal_counts(len(h), self.tp.size))
+
+    def _own_routed(self, token_pass: TokenPass) -> RoutedTokens | None:
+        """What the router knows of the tokens that `_own_tokens` gives."""
+        counts = near_equal_counts(token_pass.num_tokens, self.tp.size)
+        own = token_pass.own_tokens if self.sequence_parallel else partial(communication.own_slice, group=self.tp, counts=counts)
+        return None if token_pass.routed is None else token_pass.routed.map(own)
 
     def _all_tokens(self, own: Tensor, token_pass: TokenPass) -> Tensor:
         """The inverse of `_own_tokens`; fill is zero."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..config import ModelConfig
 from ..context_parallel.plan import ShardedPlan, Shards, sharded_plan
+from ..moe.balance import RoutedTokens
 from ..parallel import ParallelContext
 from .core_attention import AttentionPlan, attention_plan
 from .rotary import RotaryTable, inverse_frequencies, rotary_table
@@ -53,7 +54,7 @@ class SequenceSplit:
 
 @dataclass(frozen=True)
 class TokenPass:
-    """T tokens = num_clean clean ones, then num_canvas canvas ones; `layers` by layer type.
+    """T tokens = num_clean clean ones, then num_canvas canvas ones; `layers` by layer type; `routed`: what routers know of the T tokens.
 
     A split into R pieces fills T up to a multiple of R. Attention sees all tokens, the fill too (as rows that no work list names); norms,
     residuals see our piece, and experts its rows that are no fill. With 5 clean tokens, 2 canvas tokens and R = 2:
@@ -66,6 +67,7 @@ class TokenPass:
     num_canvas: int
     layers: Mapping[str, LayerPass]
     split: SequenceSplit = SequenceSplit()
+    routed: RoutedTokens | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -87,6 +89,11 @@ class TokenPass:
         """Rows of fill in our piece, which come last."""
         return min(max((self.split.rank + 1) * self.num_own - self.num_tokens, 0), self.num_own)
 
+    def own_tokens(self, values: Tensor) -> Tensor:
+        """Of values of all T tokens those of our piece, without fill."""
+        first = self.split.rank * self.num_own
+        return values[first:first + self.num_own]
+
     def per_stream(self, scalars: Tensor) -> Tensor:
         """[num_own, 1]: of scalars [2], the first for clean tokens, the second for canvas tokens (and fill)."""
         return torch.cat([scalars[:1].expand(self.num_own_clean), scalars[1:].expand(self.num_own - self.num_own_clean)])[:, None]
@@ -94,7 +101,8 @@ class TokenPass:
 
 def token_pass(config: ModelConfig, visibility: Mapping[str, Visibility], positions: np.ndarray, *, device: torch.device, num_clean: int,
                kept: Mapping[str, np.ndarray] | None = None, key_order: Mapping[str, np.ndarray] | None = None,
-               shards: Mapping[str, Shards] | None = None, split: SequenceSplit = SequenceSplit()) -> TokenPass:  # noqa: B008 (immutable)
+               shards: Mapping[str, Shards] | None = None, split: SequenceSplit = SequenceSplit(),  # noqa: B008 (immutable)
+               routed: RoutedTokens | None = None) -> TokenPass:
     """The pass of tokens at `positions` [T], of which the first `num_clean` are clean.
 
     visibility  by layer type (the types may hold different contexts), without the window, which sliding layers add
@@ -114,7 +122,7 @@ def token_pass(config: ModelConfig, visibility: Mapping[str, Visibility], positi
         layers[kind] = LayerPass(
             rotary_table(where, layer_frequencies(config, kind, device)), plan,
             None if kept is None else torch.from_numpy(kept[kind]).to(device))
-    return TokenPass(num_clean, len(positions) - num_clean, layers, split)
+    return TokenPass(num_clean, len(positions) - num_clean, layers, split, routed)
 
 
 def layer_frequencies(config: ModelConfig, kind: str, device: torch.device) -> Tensor:

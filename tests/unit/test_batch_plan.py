@@ -40,9 +40,9 @@ def test_denominators_of_lengths_11_5_and_2():
     by_token = plan_batch(rows, dataclasses.replace(OBJECTIVE, encoder_loss_normalization="token"), micro_batch_size=3)
     response = plan_batch(rows, dataclasses.replace(OBJECTIVE, encoder_loss_normalization="token", encoder_loss_tokens="response"),
                           micro_batch_size=3)
-    assert dataclasses.astuple(by_example.denominators) == (3, 6)
-    assert dataclasses.astuple(by_token.denominators) == (17, 6)
-    assert dataclasses.astuple(response.denominators) == (6, 6)
+    assert dataclasses.astuple(by_example.denominators) == (3, 6, 26)
+    assert dataclasses.astuple(by_token.denominators) == (17, 6, 26)
+    assert dataclasses.astuple(response.denominators) == (6, 6, 26)
 
 
 def test_an_example_without_a_pair_leaves_the_denominator():
@@ -116,4 +116,4 @@ def test_rows_that_do_not_divide_are_refused():
 
 def test_the_causal_objective_has_no_canvas():
     plan = plan_batch([request(0, 4, 12, canvas_length=1)], dataclasses.replace(OBJECTIVE, objective="ar"), micro_batch_size=1)
-    assert examples(plan)[0].canvases == () and dataclasses.astuple(plan.denominators) == (1, 0)
+    assert examples(plan)[0].canvases == () and dataclasses.astuple(plan.denominators) == (1, 0, 16)

@@ -158,6 +158,7 @@ CONDITIONS = {
     "--tokenizer-type HuggingFaceTokenizer": ({}, {"tokenizer_type": "HuggingFaceTokenizer"}),
     "--packing": ({}, {"packing": True}),
     "--eval-interval": ({}, {"eval_interval": 10}),
+    "a router that is trained": ({"freeze_router": True}, {"freeze_router": False}),
     "--bf16": ({}, {"bf16": True}),
     "--recompute-granularity": ({}, {"recompute_granularity": "full"}),
     "--recompute-granularity selective": ({"recompute_granularity": "full"}, {"recompute_granularity": "selective"}),

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from ...config import ModelConfig, MoEConfig
 from ...diffusion.inputs import MicrobatchInputs
 from ...diffusion.losses import LossTerms, loss_terms
+from ...moe.balance import BalanceLosses, RoutingMonitor
 from ...moe.dispatchers.build import build_dispatcher
+from ...moe.layer import MoELayer
 from ...parallel import ParallelContext, communication, gather_sequence, split_sequence, sum_grad_over, sum_over
 from ...tensor_parallel import VocabularyParallelEmbedding, linear_cross_entropy, soft_embedding
 from ...tensor_parallel.initialization import Init
@@ -60,8 +62,10 @@ class DiffusionGemma(nn.Module):
         shared = {"context": context, "init": init, "dtype": dtype}
         self.embedding = VocabularyParallelEmbedding("embedding.weight", (config.vocab_size, config.hidden_size), **shared)
         self.self_conditioning = SelfConditioning(config, **shared)
-        block = partial(TransformerBlock, config=config, recompute=recompute, grouped_experts=moe.moe_grouped_gemm,
-                        dispatcher=build_dispatcher(moe, context, config, dtype), **shared)
+        self.routing = RoutingMonitor()
+        moe_layer = partial(MoELayer, dispatcher=build_dispatcher(moe, context, config, dtype), grouped=moe.moe_grouped_gemm,
+                            losses=BalanceLosses(moe, context, config.num_experts), monitor=self.routing)
+        block = partial(TransformerBlock, config=config, recompute=recompute, moe_layer=moe_layer, **shared)
         self.layers = nn.ModuleDict({str(layer): block(layer) for layer in range(config.num_layers)})
         self.final_norm = RMSNorm("final_norm", config.hidden_size, eps=config.norm_epsilon, context=context, dtype=dtype)
 

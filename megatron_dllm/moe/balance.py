@@ -1,0 +1,166 @@
+"""How evenly experts are used: losses that push towards it, and figures that show it, for each kind of token apart.
+
+Legend: T tokens of this rank, k choices, E experts, S = 3 streams: 0 clean, 1 draft (canvas rows whose result is only a signal), 2 canvas.
+"""
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..config import MoEConfig
+from ..parallel import ParallelContext, communication
+from .permute import count_values
+
+STREAMS = ("clean", "draft", "canvas")
+CLEAN, DRAFT, CANVAS = range(3)
+
+
+@dataclass(frozen=True)
+class RoutedTokens:
+    """What routers know of the tokens of a pass. stream int64 [T]; share [T], at least fp32: 1 / (tokens that count in the step, over all
+    ranks and microbatches), 0 for drafts, which do not count."""
+
+    stream: Tensor
+    share: Tensor
+
+    @classmethod
+    def of(cls, stream: Tensor, num_counted: int, dtype: torch.dtype) -> RoutedTokens:
+        """Of streams [T]; `num_counted` is that global number."""
+        return cls(stream, (stream != DRAFT).to(dtype) / num_counted)
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> RoutedTokens:
+        """Both, put through the function."""
+        return RoutedTokens(function(self.stream), function(self.share))
+
+
+class BalanceLosses:
+    """The auxiliary losses of a layer, whose sums over tokens, ranks and microbatches are means over all tokens that count in the step.
+
+        load      aux_coeff * E * sum over tokens of share * sum over e of f[e] * p[e]       (Shazeer et al. 2017; Fedus et al. 2021, eq. 4)
+        z         z_coeff * sum over tokens of share * logsumexp(logits)^2                   (Zoph et al. 2022, eq. 5)
+
+    p are the router's probabilities; f[e] is the fraction of choices that went to expert e, over this microbatch on all ranks, without
+    gradient. Both are 1 * coeff and the like where use is even, whatever the layout.
+    """
+
+    def __init__(self, moe: MoEConfig, context: ParallelContext, num_experts: int):
+        self.aux_coeff, self.z_coeff = moe.moe_aux_loss_coeff, moe.moe_z_loss_coeff
+        self.context, self.num_experts = context, num_experts
+
+    @property
+    def is_used(self) -> bool:
+        """Whether there is any loss."""
+        return self.aux_coeff > 0 or self.z_coeff > 0
+
+    def fractions(self, indices: Tensor, tokens: RoutedTokens) -> Tensor | None:
+        """f [E] of choices [T, k]; collective. None without an auxiliary loss."""
+        if self.aux_coeff == 0:
+            return None
+        keys = torch.where(tokens.share[:, None] > 0, indices, self.num_experts)
+        counts = count_values(keys, self.num_experts + 1)[:-1]
+        for group in (self.context.tp, self.context.dp_cp):
+            counts = communication.all_reduce(counts, group)
+        return counts.to(tokens.share.dtype) / counts.sum().clamp(min=1)
+
+    def __call__(self, logits: Tensor, probabilities: Tensor, tokens: RoutedTokens, fractions: Tensor | None) -> Tensor:
+        """[2]: our tokens' part of the load loss and of the z loss."""
+        share = tokens.share.to(logits.dtype)
+        load = probabilities.new_zeros(())
+        if fractions is not None:
+            load = self.aux_coeff * self.num_experts * (share @ (probabilities @ fractions.to(probabilities.dtype)))
+        z = logits.new_zeros(())
+        if self.z_coeff > 0:
+            z = self.z_coeff * (share @ logits.logsumexp(-1).square())
+        return torch.stack([load, z])
+
+
+class _WithLoss(torch.autograd.Function):
+    """`x` as it is; in the backward, losses get the gradient 1 that they have as terms of the total loss."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, losses: Tensor) -> Tensor:
+        ctx.losses = losses.shape, losses.dtype, losses.device
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        shape, dtype, device = ctx.losses
+        return grad, torch.ones(shape, dtype=dtype, device=device)
+
+
+def with_loss(x: Tensor, losses: Tensor) -> Tensor:
+    """`x`, whose backward also runs that of `losses`, so that they need no way of their own to the end of the model."""
+    return _WithLoss.apply(x, losses)
+
+
+@dataclass(frozen=True)
+class RoutingFigures:
+    """What a layer's router did with this rank's tokens. load int64 [S, E]: choices of each expert; num_tokens int64 [S]; entropy [S]: sums
+    over tokens of that of the router's distribution, in nats; losses [3]: load, z, and the tokens' shares, 1 in all for a whole step."""
+
+    load: Tensor
+    num_tokens: Tensor
+    entropy: Tensor
+    losses: Tensor
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, probabilities: Tensor, indices: Tensor, tokens: RoutedTokens, losses: Tensor) -> RoutingFigures:
+        num_experts, num_streams = probabilities.shape[1], len(STREAMS)
+        load = count_values(tokens.stream[:, None] * num_experts + indices, num_streams * num_experts)
+        entropy = torch.special.entr(probabilities).sum(-1)
+        of_stream = tokens.stream == torch.arange(num_streams, device=indices.device)[:, None]
+        return cls(load.view(num_streams, num_experts), of_stream.sum(1), of_stream.to(entropy.dtype) @ entropy,
+                   torch.cat([losses.detach(), tokens.share.to(losses.dtype).sum()[None]]))
+
+    def __add__(self, other: RoutingFigures) -> RoutingFigures:
+        return RoutingFigures(self.load + other.load, self.num_tokens + other.num_tokens, self.entropy + other.entropy,
+                              self.losses + other.losses)
+
+
+@dataclass
+class RoutingMonitor:
+    """Adds up every layer's figures, on the device, until they are asked for. Safe to use from several threads."""
+
+    _by_layer: dict[str, RoutingFigures] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def note(self, layer: str, figures: RoutingFigures) -> None:
+        """Add to a layer's figures."""
+        with self._lock:
+            self._by_layer[layer] = self._by_layer[layer] + figures if layer in self._by_layer else figures
+
+    def drain(self) -> dict[str, RoutingFigures]:
+        """Figures by layer since the last call, of this rank's tokens."""
+        with self._lock:
+            figures, self._by_layer = self._by_layer, {}
+        return figures
+
+
+def balance_metrics(by_layer: dict[str, RoutingFigures], context: ParallelContext) -> dict[str, float]:
+    """Metrics over all ranks that run these layers. Collective; the one place that waits for the device.
+
+    routing/LAYER/STREAM/...    entropy (mean over tokens, nats); max_over_mean_load of the experts; idle_experts, the share without a token
+    load_balancing_loss, router_z_loss      where there is one: sums over layers, means over steps
+    """
+    if not by_layer:
+        return {}
+    parts = [part for own in by_layer.values() for part in (own.load.flatten(), own.num_tokens, own.entropy, own.losses)]
+    summed = torch.cat([part.double() for part in parts])
+    for group in (context.tp, context.dp_cp):
+        summed = communication.all_reduce(summed, group)
+    pieces = iter(summed.cpu().split([part.numel() for part in parts]))
+    metrics, losses = {}, torch.zeros(2, dtype=torch.float64)
+    for layer, own in by_layer.items():
+        load, num_tokens, entropy, layer_losses = (next(pieces) for _ in range(4))
+        losses += layer_losses[:2] / layer_losses[2]
+        for name, counts, n, total in zip(STREAMS, load.view(own.load.shape), num_tokens, entropy, strict=True):
+            if n > 0:
+                metrics[f"routing/{layer}/{name}/entropy"] = (total / n).item()
+                metrics[f"routing/{layer}/{name}/max_over_mean_load"] = (counts.max() / counts.mean()).item()
+                metrics[f"routing/{layer}/{name}/idle_experts"] = (counts == 0).double().mean().item()
+    return metrics | {name: loss for name, loss in zip(("load_balancing_loss", "router_z_loss"), losses.tolist(), strict=True) if loss}
