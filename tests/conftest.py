@@ -12,6 +12,7 @@ import pytest
 import torch
 
 ALLOWED_SKIPS = Path(__file__).parent / "allowed_skips.txt"
+SLOW_TESTS = Path(__file__).parent / "slow_tests.txt"
 torch.set_num_threads(1)  # before any test module makes its tensors: tests share few cores, and sums keep their order
 
 
@@ -40,6 +41,13 @@ def same_start_for_every_test() -> Iterator[None]:
     torch.set_deterministic_debug_mode("error")
     yield
     torch.set_default_dtype(torch.float32)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    slow = set(lines_of(SLOW_TESTS))
+    for item in items:
+        if item.nodeid.partition("[")[0] in slow:
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -75,7 +83,7 @@ class Suites:
 
     def _note_skip(self, nodeid: str, reason: str) -> None:
         skip = f"{nodeid}: {reason.removeprefix('Skipped: ')}"
-        if not any(fnmatch.fnmatchcase(skip, pattern) for pattern in allowed_skips()):
+        if not any(fnmatch.fnmatchcase(skip, pattern) for pattern in lines_of(ALLOWED_SKIPS)):
             self.unlisted.append(skip)
 
     def overspent(self) -> list[str]:
@@ -103,6 +111,6 @@ def suite_of(nodeid: str) -> str:
     return parts[1] if len(parts) > 2 and parts[0] == "tests" else "."
 
 
-def allowed_skips() -> list[str]:
-    """Shell patterns for "node id: reason"; lines that start with # are comments."""
-    return [line for line in ALLOWED_SKIPS.read_text().splitlines() if line and not line.startswith("#")]
+def lines_of(path: Path) -> list[str]:
+    """The lines of a list beside this file, without those that start with #."""
+    return [line for line in path.read_text().splitlines() if line and not line.startswith("#")]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import suite_of
+from tests.conftest import SLOW_TESTS, lines_of, suite_of
 
 ROOT = Path(__file__).parents[2]
 TESTS = """
@@ -33,7 +33,7 @@ SKIPS = 'import pytest\n\ndef test_skips():\n    pytest.skip("of a reason")\n'
 def run(folder: Path, *arguments: str, ci: bool, **files: str) -> subprocess.CompletedProcess:
     """Runs pytest with our conftest on tests/SUITE/test_NAME.py, given as SUITE_NAME=text."""
     (folder / "tests").mkdir()
-    for name in ("conftest.py", "allowed_skips.txt"):
+    for name in ("conftest.py", "allowed_skips.txt", "slow_tests.txt"):
         shutil.copy(ROOT / "tests" / name, folder / "tests" / name)
     shutil.copy(ROOT / "pyproject.toml", folder)
     for name, text in files.items():
@@ -79,3 +79,9 @@ def test_a_suite_over_its_budget_fails_and_stops(tmp_path):
 )
 def test_suite_of(nodeid, suite):
     assert suite_of(nodeid) == suite
+
+
+def test_slow_tests_are_there():
+    for line in lines_of(SLOW_TESTS):
+        file, _, name = line.partition("::")
+        assert f"\ndef {name}(" in (ROOT / file).read_text(), f"tests/slow_tests.txt: {line} is no test; correct or drop the line"
