@@ -44,6 +44,11 @@ class Stage:
     letters: str
     layers: tuple[int, ...]
 
+    @classmethod
+    def whole(cls, num_layers: int) -> "Stage":
+        """Everything, for a model that is not cut."""
+        return cls(f"E{'t' * num_layers}L", tuple(range(num_layers)))
+
     @property
     def has_embedding(self) -> bool:
         return "E" in self.letters
@@ -76,6 +81,11 @@ class StageLayout:
     def on_rank(self, rank: int) -> tuple[Stage, ...]:
         """The stages of `rank`, by chunk."""
         return self.stages[rank :: self.ranks]
+
+    def part(self, rank: int) -> Stage:
+        """All that `rank` holds, in one."""
+        stages = self.on_rank(rank)
+        return Stage("".join(s.letters for s in stages), tuple(layer for s in stages for layer in s.layers))
 
     def __str__(self) -> str:
         """The shortest of the usual spellings; parse_layout gives the same layout back."""

@@ -5,7 +5,8 @@ alone, reading the keys and values that the first loop kept.
 """
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Iterable, Mapping
 from functools import partial
 
 import torch
@@ -19,6 +20,7 @@ from ...moe.balance import BalanceLosses, RoutingMonitor
 from ...moe.dispatchers.build import build_dispatcher
 from ...moe.layer import MoELayer
 from ...parallel import ParallelContext, communication, gather_sequence, split_sequence, sum_grad_over, sum_over
+from ...pipeline.layout import Stage
 from ...tensor_parallel import VocabularyParallelEmbedding, linear_cross_entropy, soft_embedding
 from ...tensor_parallel.initialization import Init
 from ...tensor_parallel.vocabulary import VocabularyRange
@@ -53,21 +55,33 @@ class SelfConditioning(nn.Module):
 
 
 class DiffusionGemma(nn.Module):
-    """The model whole. Parameter names are global: layers carry their number in the model, not in a stage."""
+    """The model, or what of it one pipeline rank holds (`part`). Parameter names are global: layers carry their number in the model.
+
+    The first and the last rank both hold the embedding, with equal values; their gradients are to be summed (`Placement.tied_to`).
+    """
 
     def __init__(self, config: ModelConfig, *, context: ParallelContext, init: Init, dtype: torch.dtype = torch.float32,
-                 recompute: Recompute = Recompute(frozenset()), moe: MoEConfig = MoEConfig()):  # noqa: B008 (immutable)
+                 recompute: Recompute = Recompute(frozenset()), moe: MoEConfig = MoEConfig(),  # noqa: B008 (immutable)
+                 part: Stage | None = None):
         super().__init__()
+        part = part or Stage.whole(config.num_layers)
         self.config, self.context, self.dtype, self.recompute = config, context, dtype, recompute
         shared = {"context": context, "init": init, "dtype": dtype}
-        self.embedding = VocabularyParallelEmbedding("embedding.weight", (config.vocab_size, config.hidden_size), **shared)
-        self.self_conditioning = SelfConditioning(config, **shared)
+        if part.has_embedding or part.has_loss:
+            self.embedding = VocabularyParallelEmbedding("embedding.weight", (config.vocab_size, config.hidden_size), **shared)
+            if not (part.has_embedding and part.has_loss):
+                weight = self.embedding.weight
+                counted = weight.placement.first and part.has_embedding
+                weight.placement = dataclasses.replace(weight.placement, tied_to="embedding.weight", first=counted)
+        if part.has_embedding:
+            self.self_conditioning = SelfConditioning(config, **shared)
         self.routing = RoutingMonitor()
         moe_layer = partial(MoELayer, dispatcher=build_dispatcher(moe, context, config, dtype), grouped=moe.moe_grouped_gemm,
                             losses=BalanceLosses(moe, context, config.num_experts), monitor=self.routing)
         block = partial(TransformerBlock, config=config, recompute=recompute, moe_layer=moe_layer, **shared)
-        self.layers = nn.ModuleDict({str(layer): block(layer) for layer in range(config.num_layers)})
-        self.final_norm = RMSNorm("final_norm", config.hidden_size, eps=config.norm_epsilon, context=context, dtype=dtype)
+        self.layers = nn.ModuleDict({str(layer): block(layer) for layer in part.layers})
+        if part.has_loss:
+            self.final_norm = RMSNorm("final_norm", config.hidden_size, eps=config.norm_epsilon, context=context, dtype=dtype)
 
     @property
     def embedding_scale(self) -> float:
@@ -92,13 +106,25 @@ class DiffusionGemma(nn.Module):
 
     def run_layers(self, x: Tensor, token_pass: TokenPass, earlier: Contexts | None = None) -> tuple[Tensor, Contexts]:
         """Final hidden states, normed, of what `embed` gave (see `whole`), and every layer's context where the pass keeps any."""
-        contexts, num_streams = {}, self.config.num_residual_streams
-        x = expand_streams(x, num_streams)
-        for (number, layer), chain in zip(self.layers.items(), stream_chains(self.recompute), strict=False):
-            x, kept = layer(x, token_pass, None if earlier is None else earlier[int(number)], chain)
+        x, contexts = self.run_blocks(self.expand(x), map(int, self.layers), token_pass, earlier)
+        return self.leave(x), contexts
+
+    def expand(self, x: Tensor) -> Tensor:
+        """[T, H] in every residual stream, [T, n * H]."""
+        return expand_streams(x, self.config.num_residual_streams)
+
+    def run_blocks(self, x: Tensor, numbers: Iterable[int], token_pass: TokenPass, earlier: Contexts | None) -> tuple[Tensor, Contexts]:
+        """Residual streams [T, n * H] after the layers of these numbers, and these layers' contexts where the pass keeps any."""
+        contexts = {}
+        for number, chain in zip(numbers, stream_chains(self.recompute), strict=False):
+            x, kept = self.layers[str(number)](x, token_pass, None if earlier is None else earlier[number], chain)
             if kept is not None:
-                contexts[int(number)] = kept
-        return self.final_norm(contract_streams(x, num_streams)), contexts
+                contexts[number] = kept
+        return x, contexts
+
+    def leave(self, x: Tensor) -> Tensor:
+        """Final hidden states [T, H], normed, of residual streams."""
+        return self.final_norm(contract_streams(x, self.config.num_residual_streams))
 
     def null_signal(self) -> Tensor:
         """The signal [1, H] of a uniform distribution over the vocabulary."""
@@ -132,17 +158,26 @@ class DiffusionGemma(nn.Module):
 
     def forward(self, inputs: MicrobatchInputs) -> LossTerms:
         """Both losses of a microbatch, already divided by the global denominators."""
-        # One call for both streams: under sequence parallelism each call deals its own tokens over the ranks.
-        x = self.embed(torch.cat([inputs.clean.tokens, inputs.canvas.tokens]))
-        x, contexts = self.run_layers(self.enter_canvas(x, inputs), inputs.first_pass)
+        x, contexts = self.run_layers(self.enter(inputs), inputs.first_pass)
         hidden = self.whole(x, inputs.first_pass)
         terms = loss_terms(self.cross_entropy, hidden, inputs.first_scored)
         if inputs.second_pass is not None:
-            signal = self.own(self.soft_signal(hidden[inputs.draft_rows].detach()))
-            second = self.self_conditioning(self.embed(inputs.second_tokens), signal)
-            x, _ = self.run_layers(second, inputs.second_pass, contexts)
+            x, _ = self.run_layers(self.enter_again(inputs, self.draft_signal(hidden, inputs)), inputs.second_pass, contexts)
             terms = terms + loss_terms(self.cross_entropy, self.whole(x, inputs.second_pass), inputs.second_scored)
         return terms
+
+    def enter(self, inputs: MicrobatchInputs) -> Tensor:
+        """What the first pass enters the stack as."""
+        # One call for both streams: under sequence parallelism each call deals its own tokens over the ranks.
+        return self.enter_canvas(self.embed(torch.cat([inputs.clean.tokens, inputs.canvas.tokens])), inputs)
+
+    def enter_again(self, inputs: MicrobatchInputs, signal: Tensor) -> Tensor:
+        """What the second pass enters the stack as, from the signal of its draft."""
+        return self.self_conditioning(self.embed(inputs.second_tokens), signal)
+
+    def draft_signal(self, hidden: Tensor, inputs: MicrobatchInputs) -> Tensor:
+        """The second pass's signal from the first one's final hidden states, [T, H] of it (see `own`)."""
+        return self.own(self.soft_signal(hidden[inputs.draft_rows].detach()))
 
     def enter_canvas(self, x: Tensor, inputs: MicrobatchInputs) -> Tensor:
         """The first pass's tokens, those of canvases through the self-conditioning module with the signal that stands for no draft."""
