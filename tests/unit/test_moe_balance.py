@@ -1,0 +1,102 @@
+"""Balance losses by hand, what they leave out, and the figures of each stream."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from megatron_dllm.config import PRESETS, MoEConfig
+from megatron_dllm.moe.balance import CANVAS, CLEAN, DRAFT, BalanceLosses, RoutedTokens, RoutingMonitor, balance_metrics
+from megatron_dllm.moe.dispatchers.build import build_dispatcher
+from megatron_dllm.moe.layer import MoELayer
+from megatron_dllm.moe.permute import count_values
+from megatron_dllm.moe.replay import NOT_CHECKPOINTED
+from megatron_dllm.parallel import ParallelContext
+from megatron_dllm.tensor_parallel import Initializer
+from megatron_dllm.transformer.recompute import Recompute
+
+CONFIG = dataclasses.replace(PRESETS["toy"], hidden_size=6, moe_ffn_hidden_size=4, num_experts=5, moe_router_topk=2)
+STREAM = torch.tensor([CLEAN, CLEAN, DRAFT, CANVAS, DRAFT, CANVAS, CANVAS])
+SINGLE = ParallelContext.single()
+
+
+def build(aux=0.0, z=0.0):
+    moe = MoEConfig(moe_aux_loss_coeff=aux, moe_z_loss_coeff=z)
+    monitor = RoutingMonitor()
+    layer = MoELayer(
+        "layers.1", CONFIG, context=SINGLE, init=Initializer(7, 0.5), dtype=torch.float64,
+        dispatcher=build_dispatcher(moe, SINGLE, CONFIG, torch.float64), losses=BalanceLosses(moe, SINGLE, CONFIG.num_experts),
+        monitor=monitor)
+    return layer, monitor
+
+
+def tokens_and_input():
+    x = torch.randn(len(STREAM), 6, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    return RoutedTokens.of(STREAM, 10, torch.float64), x  # 10: five here count, and five somewhere else
+
+
+def by_hand(layer, x, aux, z):
+    """Both losses, written out token by token."""
+    routing = layer.router(x)
+    counted = [t for t in range(len(x)) if STREAM[t] != DRAFT]
+    chosen = [int(e) for t in counted for e in routing.indices[t]]
+    load = z_loss = 0.0
+    for t in counted:
+        for e in range(CONFIG.num_experts):
+            load = load + chosen.count(e) / len(chosen) * routing.logits[t].softmax(-1)[e] * CONFIG.num_experts / 10
+        z_loss = z_loss + routing.logits[t].exp().sum().log() ** 2 / 10
+    return aux * load, z * z_loss
+
+
+@pytest.mark.parametrize("recompute", [(), ("moe",)], ids=["none", "recompute"])
+@pytest.mark.parametrize("aux, z", [(0.3, 0.0), (0.0, 0.2), (0.3, 0.2)])
+def test_losses_are_those_written_out(aux, z, recompute):
+    layer, monitor = build(aux, z)
+    plain, _ = build()
+    tokens, x = tokens_and_input()
+    y = Recompute(frozenset(recompute)).with_moe("moe", lambda call, h: layer(h, h, call, tokens), NOT_CHECKPOINTED, x.requires_grad_())
+    y.sum().backward()
+    expected = by_hand(plain, x, aux, z)
+    (plain(x, x).sum() + sum(expected)).backward()
+    for (name, parameter), other in zip(layer.named_parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(parameter.grad, other.grad, rtol=1e-12, atol=1e-14), name
+    figures = monitor.drain()["layers.1"]
+    assert torch.allclose(figures.losses, torch.tensor([*(torch.as_tensor(v).item() for v in expected), 0.5], dtype=torch.float64), rtol=1e-12)
+    assert figures.load.sum() == 2 * len(STREAM), "noted once, in the forward"
+
+
+def test_even_use_costs_the_coefficient():
+    losses = BalanceLosses(MoEConfig(moe_aux_loss_coeff=0.7), SINGLE, 4)
+    indices = torch.tensor([[0, 1], [2, 3]])
+    tokens = RoutedTokens.of(torch.zeros(2, dtype=torch.int64), 2, torch.float64)
+    even, lopsided = torch.full((2, 4), 0.25, dtype=torch.float64), torch.tensor([[0.7, 0.3, 0, 0]] * 2, dtype=torch.float64)
+    assert losses(even, even, tokens, losses.fractions(indices, tokens))[0].item() == pytest.approx(0.7)
+    same = torch.tensor([[0, 1], [0, 1]])
+    assert losses(even, lopsided, tokens, losses.fractions(same, tokens))[0].item() == pytest.approx(1.4)
+
+
+def test_figures_of_each_stream():
+    layer, monitor = build()
+    tokens, x = tokens_and_input()
+    routing = layer.router(x)
+    for _ in range(2):
+        layer(x.requires_grad_(), x, tokens=tokens)
+    with torch.no_grad():
+        layer(x, x, tokens=tokens)  # evaluation is no part of training's figures
+    figures = monitor.drain()
+    assert monitor.drain() == {}
+    metrics = balance_metrics(figures, SINGLE)
+    assert len(metrics) == 9 and "load_balancing_loss" not in metrics
+    for name, stream in (("clean", CLEAN), ("draft", DRAFT), ("canvas", CANVAS)):
+        mine = STREAM == stream
+        load = routing.indices[mine].flatten().bincount(minlength=5).double()
+        p = routing.probabilities[mine]
+        assert metrics[f"routing/layers.1/{name}/max_over_mean_load"] == pytest.approx((load.max() / load.mean()).item())
+        assert metrics[f"routing/layers.1/{name}/idle_experts"] == pytest.approx((load == 0).double().mean().item())
+        assert metrics[f"routing/layers.1/{name}/entropy"] == pytest.approx(-(p * p.log()).sum(1).mean().item())
+
+
+def test_count_values():
+    values = torch.tensor([[3, 0], [3, 5], [0, 3]])
+    assert count_values(values, 6).tolist() == [2, 0, 0, 3, 0, 1]
+    assert count_values(values[:0], 3).tolist() == [0, 0, 0]
