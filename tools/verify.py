@@ -12,6 +12,7 @@ from pathlib import Path
 
 SUITES = {
     "parity": "model, losses and gradients against transformers",
+    "layouts": "training over several processes against one process",
     "moe": "dispatchers, expert parallelism and dispatch replay, over processes of this machine",
     "sampler": "generation against transformers, with the same draws",
 }

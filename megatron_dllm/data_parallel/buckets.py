@@ -44,6 +44,12 @@ class Piece:
         """The same elements of the parameter, as a view."""
         return self.parameter.detach().view(-1)[self.start:self.stop]
 
+    def cut(self, whole: Tensor) -> Tensor:
+        """The same elements of a whole tensor, flat; fill is zero."""
+        local = torch.zeros(self.placement.local_shape, dtype=whole.dtype, device=whole.device)
+        self.placement.region(local).copy_(self.placement.cut(whole))
+        return local.view(-1)[self.start:self.stop]
+
     @property
     def num_fill(self) -> int:
         """How many of the elements are fill, which belongs to no real parameter (it stands at the end of dimension 0)."""
@@ -110,8 +116,8 @@ class Bucket:
 class GradientBuckets:
     """The gradients of a model's trainable parameters, from the first backward of a step to the optimizer.
 
-    Parameters go into buckets from the last to the first, since their gradients come in this order. Buckets are summed in one order on every
-    rank, whatever order their gradients came in: a rank without self-conditioned rows has no gradient for some parameters at all.
+    Parameters go into buckets from the last to the first, since their gradients come in this order. Buckets are summed in one order on
+    every rank, whatever order their gradients came in: a rank without self-conditioned rows has no gradient for some parameters at all.
     """
 
     def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], context: ParallelContext, *, sharded: bool = False,
@@ -183,7 +189,7 @@ class GradientBuckets:
             bucket.weights.copy_(gather.wait())
 
     def whole(self, values: Mapping[str, Tensor]) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
-        """(name, parameter, tensor of its local shape) from flat values of this rank's pieces by name; a gather over the group if sharded."""
+        """(name, parameter, tensor of its local shape) from flat values of our pieces by name; gathered over the group if sharded."""
         for bucket in self.buckets:
             pieces = list(bucket.pieces())
             dtype = values[pieces[0].name].dtype if pieces else bucket.gradients.dtype

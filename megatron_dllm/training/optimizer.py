@@ -38,7 +38,7 @@ def sgd(groups: list[dict], config: OptimizerConfig) -> torch.optim.Optimizer:
 
 @dataclass(frozen=True)
 class Held:
-    """A piece of a trainable parameter that this rank steps, and its master, flat (a view of the parameter where that is precise enough)."""
+    """A piece of a trainable parameter that this rank steps, and its master, flat: a view of the parameter where that is precise enough."""
 
     piece: Piece
     master: Tensor
