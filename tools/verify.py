@@ -15,6 +15,9 @@ SUITES = {
     "layouts": "training over several processes against one process",
     "moe": "dispatchers, expert parallelism and dispatch replay, over processes of this machine",
     "sampler": "generation against transformers, with the same draws",
+    "resume": "runs taken up again: bit-equal in the same layout, equal after gathering in any other",
+    "saving_time": "time and training stall of a save, at once and in the background, beside torch.save",
+    "crash": "kill -9 while saving, full and read-only disks, damaged files",
 }
 
 

@@ -101,7 +101,7 @@ class Kill:
 
 
 def kill_many(folder: Path, wanted: int, generator: random.Random) -> tuple[Counter, dict[str, list[str]], list[str]]:
-    """Kill until there are enough in each phase; how many were tried, what went wrong, and a few of the messages that the reader printed."""
+    """Kill until there are enough in each phase; how many were tried, what went wrong, and some of the reader's messages."""
     tried, faults, messages = Counter(), {phase: [] for phase in PHASES}, []
     usual = dict.fromkeys(PHASES, 0.005)
     newest, attempts = 0, 0
