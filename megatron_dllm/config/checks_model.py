@@ -238,3 +238,38 @@ def streams_to_recompute(enabled: bool, modules: tuple[str, ...]) -> Fault | Non
         return None
     return Fault("there are no residual streams to compute again", "set --enable-mhc-connections, or leave mhc out of --recompute-modules",
                  {"enable_mhc_connections": True})  # fmt: skip
+
+
+@check("linear_num_value_heads", "linear_num_key_heads")
+def linear_heads(value_heads: int, key_heads: int) -> Fault | None:
+    if value_heads % key_heads == 0:
+        return None
+    fits = divisors(value_heads)
+    return Fault(f"{value_heads} value heads do not share {key_heads} key heads evenly in linear layers",
+                 f"set --linear-num-key-heads to one of {listed(fits)}", {"linear_num_key_heads": fits[-1]})  # fmt: skip
+
+
+@check("layer_types", "linear_num_key_heads", "tensor_model_parallel_size", "context_parallel_size")
+def linear_heads_over_ranks(types: tuple[str, ...], key_heads: int, tp: int, cp: int) -> Fault | None:
+    """Each rank of tp and cp has heads of its own; value heads are a multiple of key heads."""
+    if "linear" not in types or key_heads % (tp * cp) == 0:
+        return None
+    return Fault(f"{key_heads} key heads of linear layers do not divide over {tp} x {cp} ranks",
+                 f"set sizes whose product is one of {listed(divisors(key_heads))}",
+                 {"tensor_model_parallel_size": 1, "context_parallel_size": 1})  # fmt: skip
+
+
+@check("layer_types", "context_parallel_size")
+def linear_layers_need_the_sequence(types: tuple[str, ...], cp: int) -> Fault | None:
+    if "linear" not in types or cp == 1:
+        return None
+    return Fault("linear layers cannot share a sequence over ranks yet", "set --context-parallel-size 1, or layers of other types",
+                 {"context_parallel_size": 1})  # fmt: skip
+
+
+@check("layer_types", "enable_mhc_connections", "save_hf")
+def export_is_expressible(types: tuple[str, ...], mhc: bool, save_hf: str | None) -> Fault | None:
+    if save_hf is None or not mhc and "linear" not in types:
+        return None
+    return Fault("transformers has no DiffusionGemma with linear layers or the residual streams of mHC", "leave --save-hf out",
+                 {"save_hf": None})  # fmt: skip

@@ -224,3 +224,11 @@ def temperature_falls(t_min: float, t_max: float) -> Fault | None:
     if t_min <= t_max:
         return None
     return Fault("the temperature cannot rise over the steps", f"set --t-min to at most {t_max}", {"t_min": t_max})
+
+
+@check("gdn_kernel_backend", "deterministic_mode")
+def gated_delta_kernels(backend: str, deterministic: bool) -> Fault | None:
+    if backend == "torch":
+        return None
+    why = "its kernels add up in another order from run to run" if deterministic else "its kernels are not available yet"
+    return Fault(why, "set --gdn-kernel-backend torch", {"gdn_kernel_backend": "torch"})

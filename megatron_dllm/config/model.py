@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from megatron_dllm.config.flags import flag
 
-LayerType = Literal["sliding", "full"]
+LayerType = Literal["sliding", "full", "linear"]
 DEFAULT_LAYER_PATTERN: tuple[LayerType, ...] = ("sliding",) * 5 + ("full",)
 
 
@@ -15,9 +15,9 @@ def read_layer_types(text: str) -> tuple[str, ...]:
     """The layer types that a pattern such as `sliding*5,full` spells, once; ValueError at the item that is not understood."""
     types: list[str] = []
     for item in text.split(","):
-        match = re.fullmatch(r"\s*(sliding|full)\s*(?:\*\s*([1-9]\d*))?\s*", item)
+        match = re.fullmatch(r"\s*(sliding|full|linear)\s*(?:\*\s*([1-9]\d*))?\s*", item)
         if not match:
-            raise ValueError(f"layer types {text!r}: {item!r} is neither sliding nor full, nor one of them with a count such as sliding*5")
+            raise ValueError(f"layer types {text!r}: {item!r} is neither sliding nor full nor linear, nor such with a count (sliding*5)")
         types += [match[1]] * int(match[2] or 1)
     return tuple(types)
 
@@ -27,6 +27,11 @@ def write_layer_types(types: tuple[str, ...]) -> str:
     period = next((n for n in range(1, len(types) + 1) if types[:n] * (len(types) // n) == types), 0)
     runs = [(name, len(list(run))) for name, run in itertools.groupby(types[:period])]
     return ",".join(name if count == 1 else f"{name}*{count}" for name, count in runs)
+
+
+def with_linear_layers(types: tuple[str, ...], frequency: int) -> tuple[str, ...]:
+    """`types` where of every `frequency` layers only the last stays what it is, and the others are linear."""
+    return tuple(kind if (number + 1) % frequency == 0 else "linear" for number, kind in enumerate(types))
 
 
 def repeat_layer_types(pattern: tuple[str, ...], num_layers: int) -> tuple[str, ...]:
@@ -67,6 +72,11 @@ class ModelConfig:
     rotary_percent_global: float = flag("Share of the frequencies that turn in full layers; the others have angle zero.", 0.25)
     max_position_embeddings: int = flag("Longest sequence that the model is meant for.", 262144)
     init_method_std: float = flag("Standard deviation of the initial weights.", 0.02)
+    linear_num_key_heads: int = flag("Key heads of linear layers (gated delta net); queries have as many.", 16)
+    linear_num_value_heads: int = flag("Value heads of linear layers, a multiple of their key heads.", 32)
+    linear_key_head_dim: int = flag("Size of a key head in linear layers.", 128)
+    linear_value_head_dim: int = flag("Size of a value head in linear layers.", 128)
+    linear_conv_kernel_dim: int = flag("Tokens that the convolution before a linear layer's state spans.", 4)
     enable_mhc_connections: bool = flag("Run several residual streams, mixed by learned mappings around a layer's parts (mHC).", False)
     mhc_num_residual_streams: int = flag("Residual streams of mHC.", 4)
     mhc_sinkhorn_iterations: int = flag("Rounds that make the mixing of mHC's streams doubly stochastic.", 20)
@@ -84,6 +94,11 @@ class ModelConfig:
 
     def kv_heads(self, layer: int) -> int:
         return self.num_global_query_groups if self.is_full(layer) else self.num_query_groups
+
+    @property
+    def linear_layers(self) -> tuple[int, ...]:
+        """The layers that are gated delta nets."""
+        return tuple(number for number, kind in enumerate(self.layer_types) if kind == "linear")
 
     @property
     def num_residual_streams(self) -> int:

@@ -3,13 +3,20 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from megatron_dllm.config.arguments_file import split_arguments
 from megatron_dllm.config.flags import Flag, build_parser, flag, flags_of
-from megatron_dllm.config.model import DEFAULT_LAYER_PATTERN, ModelConfig, read_layer_types, repeat_layer_types, write_layer_types
+from megatron_dllm.config.model import (
+    DEFAULT_LAYER_PATTERN,
+    ModelConfig,
+    read_layer_types,
+    repeat_layer_types,
+    with_linear_layers,
+    write_layer_types,
+)
 from megatron_dllm.config.presets import PRESETS
 from megatron_dllm.config.problems import Problem, format_problems
 
@@ -25,6 +32,9 @@ class ModelSource:
 
     preset: Literal["diffusiongemma-26b-a4b", "toy"] | None = flag("A model by name.", None)
     model_config: str | None = flag("A transformers config.json, or the folder that holds one.", None, metavar="PATH")
+    linear_attention_freq: int | None = flag(
+        "Of so many layers only the last keeps its type, the others become linear (gated delta net); --layer-types says it freely.", None
+    )
 
 
 @dataclass(frozen=True)
@@ -45,6 +55,9 @@ def resolve_model(source: ModelSource, given: Mapping[str, Any], *, load: str | 
     if source.preset and source.model_config:
         both = f"--preset {source.preset} and --model-config {source.model_config}"
         raise ValueError(f"{both}: a model comes from one of them; drop the other")
+    if source.linear_attention_freq is not None:
+        plain = resolve_model(replace(source, linear_attention_freq=None), given, load=load, pretrained_checkpoint=pretrained_checkpoint)
+        return _with_frequency(plain, source.linear_attention_freq, from_checkpoint=bool(load and checkpoint_folder(load)))
     checkpoint = next((folder for folder in (load, pretrained_checkpoint) if folder and checkpoint_folder(folder)), None)
     described = _described_model(source, given, None if load and checkpoint == load else pretrained_checkpoint)
     if checkpoint is None:
@@ -73,6 +86,21 @@ def _described_model(source: ModelSource, given: Mapping[str, Any], pretrained_c
         model = ModelConfig.from_transformers(read_config_file(Path(pretrained_checkpoint)))
         return override(model, given, f"--pretrained-checkpoint {pretrained_checkpoint}")
     return None
+
+
+def _with_frequency(plain: ResolvedModel, frequency: int, *, from_checkpoint: bool) -> ResolvedModel:
+    """The model with the layers that --linear-attention-freq makes linear; ValueError where it cannot."""
+    types = plain.model.layer_types
+    named = f"--linear-attention-freq {frequency}"
+    if from_checkpoint:
+        raise ValueError(f"{named}: the checkpoint's layers are {write_layer_types(types)}; leave the flag out")
+    if frequency < 2:
+        raise ValueError(f"{named}: of fewer than two layers none is left to be linear; leave the flag out, or set it to 2 or more")
+    if "linear" in types:
+        raise ValueError(f"{named} and --layer-types {write_layer_types(types)}: both say which layers are linear; drop one")
+    linear = with_linear_layers(types, frequency)
+    sentence = f"--layer-types {write_layer_types(linear)} replaces {write_layer_types(types)} of {plain.origin}, by {named}"
+    return ResolvedModel(replace(plain.model, layer_types=linear), plain.origin, (*plain.overrides, sentence))
 
 
 def missing_fields(given: Mapping[str, Any]) -> list[str]:

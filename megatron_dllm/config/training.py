@@ -19,6 +19,9 @@ class TrainingConfig:
     eval_iters: int = flag("Batches of one evaluation.", 10)
     seed: int = flag("Seed of every draw: initial weights, data order, noise.", 1234)
     device: Literal["auto", "cpu", "cuda"] = flag("Where to run; auto: CUDA where torch sees a device, else the CPU.", "auto")
+    gdn_kernel_backend: Literal["torch", "fla"] = flag(
+        "What computes the gated delta rule of linear layers: plain torch, or the kernels of the package flash-linear-attention.", "torch"
+    )
     bf16: bool = flag("Compute in bfloat16, with fp32 master weights, losses and reductions.", False)
     deterministic_mode: bool = flag("Give bit-equal repeats on GPUs too, at some cost in speed.", False)
     recompute_granularity: Literal["full", "selective"] | None = flag(

@@ -175,10 +175,12 @@ def _read_rope(parameters: dict[str, Any]) -> dict[str, float]:
 
 def check_expressible(model: ModelConfig) -> None:
     """ValueError that names what of `model` transformers' DiffusionGemma does not have."""
-    if model.enable_mhc_connections:
+    lacking = ["the residual streams of --enable-mhc-connections"] if model.enable_mhc_connections else []
+    lacking += [f"linear layers ({', '.join(map(str, linear))})"] if (linear := model.linear_layers) else []
+    if lacking:
         raise ValueError(
-            "transformers has no DiffusionGemma with the residual streams of --enable-mhc-connections, so this model cannot be written in "
-            "its format; keep its checkpoints as they are, and leave out --save-hf")
+            f"transformers has no DiffusionGemma with {' and '.join(lacking)}, so this model cannot be written in its format; keep its "
+            "checkpoints as they are, and leave out --save-hf")
 
 
 def write_config(model: ModelConfig, base: dict[str, Any] | None = None) -> dict[str, Any]:

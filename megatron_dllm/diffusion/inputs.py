@@ -12,6 +12,7 @@ from ..config import ModelConfig
 from ..context_parallel.layout import ContextSplit
 from ..context_parallel.microbatch import SharedMicrobatch
 from ..moe.balance import CANVAS, CLEAN, DRAFT, RoutedTokens
+from ..transformer.gated_delta_plan import first_runs, second_runs
 from ..transformer.token_pass import LAYER_TYPES, SequenceSplit, TokenPass, token_pass
 from .streams import Streams, TokenStream
 
@@ -90,10 +91,12 @@ def microbatch_inputs(streams: Streams, config: ModelConfig, *, dtype: torch.dty
     kept = _kept(streams, everyones_drafts, config) if second_loop or everyones_drafts.any() else None
     place = {"device": device, "dtype": dtype}
     canvas_group = 1 + np.minimum((level * NOISE_BINS).astype(np.int64), NOISE_BINS - 1)
+    linear = "linear" in config.layer_types
     first_pass = token_pass(
         config, dict.fromkeys(LAYER_TYPES, streams.visibility), np.concatenate([clean.positions, canvas.positions]), num_clean=len(clean),
         kept=kept and {kind: shared.own_kept(kept[kind]) for kind in LAYER_TYPES}, shards=shared.first_pass(), device=device, split=split,
-        routed=_routed(np.concatenate([np.full(len(clean), CLEAN), np.where(again, DRAFT, CANVAS)]), streams, **place))
+        routed=_routed(np.concatenate([np.full(len(clean), CLEAN), np.where(again, DRAFT, CANVAS)]), streams, **place),
+        runs=first_runs(streams.visibility, None if kept is None else streams.self_conditioned) if linear else None)
     first_scored = _scored(
         [(clean, np.zeros(len(clean), np.int64), None), (canvas, canvas_group, bonus)], ~drafts, leave_one_out, **place)
     second_pass = second_scored = None
@@ -101,7 +104,8 @@ def microbatch_inputs(streams: Streams, config: ModelConfig, *, dtype: torch.dty
         second_pass = token_pass(
             config, {kind: streams.visibility.against_kept(everyones_drafts, kept[kind]) for kind in LAYER_TYPES}, canvas.positions[again],
             num_clean=0, shards=shared.second_pass(kept, streams.self_conditioned), device=device, split=split,
-            routed=_routed(np.full(int(again.sum()), CANVAS), streams, **place))
+            routed=_routed(np.full(int(again.sum()), CANVAS), streams, **place),
+            runs=second_runs(streams.visibility, streams.self_conditioned) if linear else None)
         second_scored = _scored(
             [(canvas.select(again), canvas_group[again], bonus[again])], np.ones(int(again.sum()), bool), leave_one_out, **place)
     return MicrobatchInputs(

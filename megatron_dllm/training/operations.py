@@ -96,6 +96,13 @@ def stack_operations(model: ModelConfig, *, tokens: int, full_pairs: int, slidin
     hidden, topk = model.hidden_size, model.moe_router_topk
     projections = attention = 0
     for layer in range(model.num_layers):
+        if layer in model.linear_layers:
+            keys = model.linear_num_key_heads * model.linear_key_head_dim
+            values = model.linear_num_value_heads * model.linear_value_head_dim
+            projections += 2 * tokens * hidden * (2 * keys + 3 * values + 2 * model.linear_num_value_heads)
+            # A token reads the state twice and adds to it once.
+            attention += 6 * tokens * values * model.linear_key_head_dim
+            continue
         heads, head_dim = model.num_attention_heads, model.head_dim(layer)
         # Full layers make values from the key projection.
         key_value = model.kv_heads(layer) * (1 if model.is_full(layer) else 2)

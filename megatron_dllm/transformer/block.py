@@ -15,11 +15,16 @@ from ..moe.replay import NOT_CHECKPOINTED, Call
 from ..parallel import ParallelContext, communication, gather_replicated_sequence, split_sequence
 from ..tensor_parallel.initialization import Init
 from .attention import SelfAttention
+from .gated_delta_net import GatedDeltaContext, GatedDeltaNet
 from .hyper_connection import HyperConnection, PlainConnection, StreamChain
 from .mlp import MLP
 from .norms import RMSNorm
 from .recompute import Recompute
 from .token_pass import LayerContext, TokenPass
+
+# Layer type -> what attends: forward(x [T, H], the pass's entry for the type, earlier context) -> y [T, H] and the context to keep.
+ATTENTION = {"sliding": SelfAttention, "full": SelfAttention, "linear": GatedDeltaNet}
+Context = LayerContext | GatedDeltaContext
 
 
 class TransformerBlock(nn.Module):
@@ -54,7 +59,7 @@ class TransformerBlock(nn.Module):
 
         self.attention_connection = connection("attention_connection")
         self.input_layernorm = norm("input_layernorm")
-        self.attention = SelfAttention(f"{name}.attention", config, layer, recompute=recompute, **shared)
+        self.attention = ATTENTION[self.kind](f"{name}.attention", config, layer, recompute=recompute, **shared)
         self.post_attention_layernorm = norm("post_attention_layernorm")
         self.feed_forward_connection = connection("feed_forward_connection")
         self.pre_feedforward_layernorm = norm("pre_feedforward_layernorm")
@@ -69,16 +74,16 @@ class TransformerBlock(nn.Module):
         # The released model scales the output of each pass by a buffer of its own: [clean, canvas].
         self.register_buffer("layer_scalars", torch.ones(2, dtype=dtype, device=context.device))
 
-    def forward(self, x: Tensor, token_pass: TokenPass, earlier: LayerContext | None,
-                chain: StreamChain | None = None) -> tuple[Tensor, LayerContext | None]:
+    def forward(self, x: Tensor, token_pass: TokenPass, earlier: Context | None,
+                chain: StreamChain | None = None) -> tuple[Tensor, Context | None]:
         """y [T, H] and the layer's context for a later pass; recomputed in the backward where the configuration says so.
 
         `chain`: where mHC's streams are to be computed again from, see stream_chains.
         """
         return self.recompute.with_moe("block", self._forward, NOT_CHECKPOINTED, x, token_pass, earlier, chain)
 
-    def _forward(self, call: Call, x: Tensor, token_pass: TokenPass, earlier: LayerContext | None,
-                 chain: StreamChain | None) -> tuple[Tensor, LayerContext | None]:
+    def _forward(self, call: Call, x: Tensor, token_pass: TokenPass, earlier: Context | None,
+                 chain: StreamChain | None) -> tuple[Tensor, Context | None]:
         u, mix = self.attention_connection.read(x, chain)
         attended, kept = self.attention(self.input_layernorm(u), token_pass.layers[self.kind], earlier)
         x = self.attention_connection.write(x, self.post_attention_layernorm(attended), mix, chain)

@@ -13,10 +13,11 @@ from ..context_parallel.plan import ShardedPlan, Shards, sharded_plan
 from ..moe.balance import RoutedTokens
 from ..parallel import ParallelContext
 from .core_attention import AttentionPlan, attention_plan
+from .gated_delta_plan import GatedDeltaPlan, Runs, gated_delta_plan
 from .rotary import RotaryTable, inverse_frequencies, rotary_table
 from .visibility import Visibility
 
-LAYER_TYPES = ("sliding", "full")
+LAYER_TYPES = ("sliding", "full")  # those that attend to keys; "linear" layers carry a state
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class TokenPass:
 
     num_clean: int
     num_canvas: int
-    layers: Mapping[str, LayerPass]
+    layers: Mapping[str, LayerPass | GatedDeltaPlan]
     split: SequenceSplit = SequenceSplit()
     routed: RoutedTokens | None = None
 
@@ -102,13 +103,14 @@ class TokenPass:
 def token_pass(config: ModelConfig, visibility: Mapping[str, Visibility], positions: np.ndarray, *, device: torch.device, num_clean: int,
                kept: Mapping[str, np.ndarray] | None = None, key_order: Mapping[str, np.ndarray] | None = None,
                shards: Mapping[str, Shards] | None = None, split: SequenceSplit = SequenceSplit(),  # noqa: B008 (immutable)
-               routed: RoutedTokens | None = None) -> TokenPass:
+               routed: RoutedTokens | None = None, runs: Runs | None = None) -> TokenPass:
     """The pass of tokens at `positions` [T], of which the first `num_clean` are clean.
 
     visibility  by layer type (the types may hold different contexts), without the window, which sliding layers add
     kept        by layer type, the clean keys to hand on
     key_order   by layer type, where the visibility's clean keys stand in [context ; clean]; without it, in this order
     shards      by layer type, who has what under context parallelism: then the visibility is that of all ranks' tokens, all else our own
+    runs        what linear layers need, if the model has any
     """
     filled = np.pad(positions, (0, -len(positions) % split.size))
     where = torch.from_numpy(filled).to(device)
@@ -122,6 +124,8 @@ def token_pass(config: ModelConfig, visibility: Mapping[str, Visibility], positi
         layers[kind] = LayerPass(
             rotary_table(where, layer_frequencies(config, kind, device)), plan,
             None if kept is None else torch.from_numpy(kept[kind]).to(device))
+    if runs is not None:
+        layers["linear"] = gated_delta_plan(runs, config.linear_conv_kernel_dim, device)
     return TokenPass(num_clean, len(positions) - num_clean, layers, split, routed)
 
 

@@ -21,7 +21,7 @@ def random_value(name: str, annotation: typing.Any, rng: random.Random) -> typin
     if type(None) in parts:
         return rng.choice([None, random_value(name, parts[0], rng)])
     if name == "layer_types":
-        return tuple(rng.choice(["sliding", "full"]) for _ in range(rng.randint(1, 12)))
+        return tuple(rng.choice(["sliding", "full", "linear"]) for _ in range(rng.randint(1, 12)))
     if typing.get_origin(annotation) is tuple:
         values = [random_value(name, parts[0], rng) for _ in range(rng.randint(0, 3))]
         return tuple("./" + v if isinstance(v, str) and v.startswith(("-", "@")) else v for v in values)

@@ -12,6 +12,7 @@ from megatron_dllm.config.validation import NEEDS, RANGES, UNAVAILABLE
 
 DEEPEP = {"moe_token_dispatcher_type": "deepep", "expert_model_parallel_size": 2, "bf16": True}
 A2A = {"cp_comm_type": "a2a"}
+LINEAR = ("linear",) * 5 + ("full",)
 WSD = {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 60}
 GOOD = parse(["--preset", "toy", "--train-iters", "100", "--data-path", "data.jsonl", "--global-batch-size", "24"])
 
@@ -86,6 +87,13 @@ CASES: list[tuple[str, dict, int, str]] = [
     ("hybridep_cannot_repeat", DEEPEP | {"moe_token_dispatcher_type": "hybridep", "recompute_granularity": "full",
      "moe_recompute_replay": False}, 2, "set --moe-recompute-replay, or leave --recompute-granularity out"),
     ("streams_to_recompute", {"recompute_granularity": "selective", "recompute_modules": ("mhc",)}, 1, "set --enable-mhc-connections, or"),
+    ("linear_heads", {"linear_num_key_heads": 5, "layer_types": LINEAR}, 1, "32 value heads do not share 5 key heads evenly"),
+    ("linear_heads_over_ranks", {"layer_types": LINEAR, "linear_num_key_heads": 1, "tensor_model_parallel_size": 2}, 2, "1 key heads of"),
+    ("linear_layers_need_the_sequence", {"layer_types": LINEAR, "context_parallel_size": 2}, 2, "set --context-parallel-size 1, or layers"),
+    ("export_is_expressible", {"enable_mhc_connections": True, "save_hf": "h"}, 1, "the residual streams of mHC; leave --save-hf out"),
+    ("export_is_expressible", {"layer_types": LINEAR, "save_hf": "h"}, 1, "with linear layers"),
+    ("gated_delta_kernels", {"gdn_kernel_backend": "fla"}, 1, "not available yet; set --gdn-kernel-backend torch"),
+    ("gated_delta_kernels", {"gdn_kernel_backend": "fla", "deterministic_mode": True}, 1, "another order from run to run"),
     ("selective_names_modules", {"recompute_granularity": "selective"}, 1, "nothing is named to compute again; set --recompute-modules"),
     ("snapshot_needs_cuda", {"device": "cpu", "memory_snapshot_path": "m"}, 1, "leave out --memory-snapshot-path"),
     ("profile_has_steps", {"profile": True, "run_dir": "r", "profile_step_start": 12}, 1, "set --profile-step-end to at least 13"),
@@ -120,7 +128,7 @@ def test_rule(name, changes, world_size, text):
 
 class TestRanges:
     def test_every_number_has_one(self):
-        numbers = {f for f, (_, item) in FLAGS.items() if item.kind in (int, float) and not item.choices}
+        numbers = {f for f, (group, item) in FLAGS.items() if group != "source" and item.kind in (int, float) and not item.choices}
         assert set(RANGES) == numbers
 
     @pytest.mark.parametrize("name", RANGES)
@@ -162,6 +170,7 @@ CONDITIONS = {
     "--bf16": ({}, {"bf16": True}),
     "--recompute-granularity": ({}, {"recompute_granularity": "full"}),
     "--recompute-granularity selective": ({"recompute_granularity": "full"}, {"recompute_granularity": "selective"}),
+    "a linear layer in --layer-types": ({}, {"layer_types": LINEAR}),
     "--enable-mhc-connections": ({}, {"enable_mhc_connections": True}),
     "mhc among --recompute-modules": ({}, {"recompute_modules": ("mhc",)}),
     "--profile": ({}, {"profile": True}),

@@ -10,7 +10,9 @@ from tests.unit.toy import CONFIG, LENGTHS, gradients, toy_inputs, toy_model, to
 
 MODEL = toy_model()
 MHC = dataclasses.replace(CONFIG, enable_mhc_connections=True, mhc_num_residual_streams=3)
-MODELS = {"plain": MODEL, "mhc": toy_model(config=MHC)}
+LINEAR = dataclasses.replace(CONFIG, layer_types=("linear", "sliding", "full"), linear_num_key_heads=2, linear_num_value_heads=4,
+                             linear_key_head_dim=6, linear_value_head_dim=5)
+MODELS = {"plain": MODEL, "mhc": toy_model(config=MHC), "linear": toy_model(config=LINEAR)}
 ALWAYS, NEVER = ObjectiveConfig(self_conditioning_prob=1.0), ObjectiveConfig(self_conditioning_prob=0.0)
 
 
@@ -31,7 +33,7 @@ def states(plan, objective, *, change=None, model=MODEL):
         tokens[change] = 3 + (tokens[change] - 2) % (CONFIG.vocab_size - 3)
         return dataclasses.replace(streams, clean=dataclasses.replace(streams.clean, tokens=tokens))
 
-    inputs = toy_inputs(plan, objective=objective, edit=edit)
+    inputs = toy_inputs(plan, objective=objective, edit=edit, config=model.config)
     clean, canvas = model.embed(inputs.clean.tokens), model.self_conditioning(model.embed(inputs.canvas.tokens), None)
     hidden, contexts = model.run_layers(torch.cat([clean, canvas]), inputs.first_pass)
     decoded = hidden[len(clean):]
@@ -47,8 +49,9 @@ def differs(one, other):
 
 
 @pytest.mark.parametrize(("kind", "packed", "objective"), [
-    ("plain", False, NEVER), ("plain", True, NEVER), ("plain", False, ALWAYS), ("plain", True, ALWAYS), ("mhc", True, ALWAYS)],
-    ids=["rows, one loop", "packed, one loop", "rows, two loops", "packed, two loops", "mhc"])
+    ("plain", False, NEVER), ("plain", True, NEVER), ("plain", False, ALWAYS), ("plain", True, ALWAYS), ("mhc", True, ALWAYS),
+    ("linear", True, ALWAYS)],
+    ids=["rows, one loop", "packed, one loop", "rows, two loops", "packed, two loops", "mhc", "linear"])
 def test_clean_tokens_reach_only_what_may_see_them(kind, packed, objective):
     """Every clean token is changed once: earlier states and other documents stay; its own canvas moves just if the token is before it."""
     plan, model = toy_plan(objective, LENGTHS[:4], packed=packed), MODELS[kind]
@@ -96,12 +99,14 @@ def test_accumulation_does_not_change_the_gradient(changes):
 
 @pytest.mark.parametrize("kind", MODELS.keys() - {"plain"})
 def test_accumulation_with_other_layers(kind):
-    close(gradients(MODELS[kind], toy_plan(micro_batch_size=2)), gradients(MODELS[kind], toy_plan()))
+    model, config = MODELS[kind], MODELS[kind].config
+    close(gradients(model, toy_plan(micro_batch_size=2), config=config), gradients(model, toy_plan(), config=config))
 
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_packing_does_not_change_the_gradient(kind):
-    close(gradients(MODELS[kind], toy_plan(packed=True)), gradients(MODELS[kind], toy_plan()))
+    model, config = MODELS[kind], MODELS[kind].config
+    close(gradients(model, toy_plan(packed=True), config=config), gradients(model, toy_plan(), config=config))
 
 
 def test_the_causal_objective_is_the_first_loss_alone():
@@ -146,13 +151,13 @@ def test_repeats_are_bit_equal():
         assert first[0] == again[0] and all(torch.equal(g, again[1][name]) for name, g in first[1].items())
 
 
-@pytest.mark.parametrize(("probability", "kind"), [(0.0, "plain"), (0.5, "plain"), (1.0, "plain"), (1.0, "mhc")])
+@pytest.mark.parametrize(("probability", "kind"), [(0.0, "plain"), (0.5, "plain"), (1.0, "plain"), (1.0, "mhc"), (1.0, "linear")])
 def test_gradients_are_finite_and_reach_every_parameter(probability, kind):
     """But those of self-conditioning where there is none."""
     objective = ObjectiveConfig(self_conditioning_prob=probability)
     model = toy_model(config=MODELS[kind].config)
     for number in range(len(toy_plan(objective).microbatches[0])):
-        model(toy_inputs(toy_plan(objective), number, objective=objective)).total.backward()
+        model(toy_inputs(toy_plan(objective), number, objective=objective, config=model.config)).total.backward()
     silent = {name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()}
     assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
     conditioning = {name for name, _ in model.named_parameters() if name.startswith("self_conditioning")}

@@ -7,7 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...transformer.token_pass import LAYER_TYPES, LayerContext, SequenceSplit, TokenPass, token_pass
+from ...transformer.block import Context
+from ...transformer.gated_delta_plan import NOTHING, Runs, appended_runs
+from ...transformer.token_pass import LAYER_TYPES, SequenceSplit, TokenPass, token_pass
 from ...transformer.visibility import CLEAN, Visibility
 from .model import DiffusionGemma
 
@@ -15,8 +17,8 @@ from .model import DiffusionGemma
 class Session:
     """R rows in the middle of generation (the sampler's Denoiser).
 
-    Full layers keep the keys of all of a row's tokens, sliding layers those of the last window - 1. A layer's context is one flat tensor, the
-    rows one after the other; `held` says how many keys of each row it has, by layer type.
+    Full layers keep the keys of all of a row's tokens, sliding layers those of the last window - 1; linear layers the state at its end.
+    A layer's context is one flat tensor, the rows one after the other; `held` says how many keys of each row it has, by layer type.
     """
 
     def __init__(self, model: DiffusionGemma, num_rows: int):
@@ -26,7 +28,8 @@ class Session:
         self.split = SequenceSplit.of(model.context)
         self.lengths = np.zeros(num_rows, np.int64)
         self.held = {kind: np.zeros(num_rows, np.int64) for kind in LAYER_TYPES}
-        self.contexts: dict[int, LayerContext] | None = None
+        self.linear = "linear" in config.layer_types
+        self.contexts: dict[int, Context] | None = None
         self._decoding: tuple[tuple[int, ...], TokenPass] | None = None
 
     @torch.no_grad()
@@ -44,7 +47,7 @@ class Session:
         x = self.model.embed(torch.cat(list(tokens)))
         appended = token_pass(
             self.model.config, visibility, positions, device=self.device, num_clean=len(positions), kept=kept, key_order=order,
-            split=self.split)
+            runs=appended_runs(counts, self.contexts is not None) if self.linear else None, split=self.split)
         _, self.contexts = self.model.run_layers(x, appended, self.contexts)
         self.held, self.lengths = held, self.lengths + counts
 
@@ -89,5 +92,13 @@ class Session:
                 first, past = np.repeat((ends - self.held[kind])[chosen], length), np.repeat(ends[chosen], length)
                 visibility[kind] = Visibility(first, past, ids, ids, int(ends[-1]))
             positions = (self.lengths[chosen][:, None] + np.arange(length)).reshape(-1)
-            self._decoding = rows, token_pass(self.model.config, visibility, positions, device=self.device, num_clean=0, split=self.split)
+            self._decoding = rows, token_pass(
+                self.model.config, visibility, positions, device=self.device, num_clean=0,
+                runs=self._canvas_runs(rows, length) if self.linear else None, split=self.split)
         return self._decoding[1]
+
+    def _canvas_runs(self, rows: tuple[int, ...], length: int) -> Runs:
+        """Each row's canvas goes on from the row's state."""
+        if self.contexts is None:
+            return Runs((length,) * len(rows), (NOTHING,) * len(rows))
+        return Runs((length,) * len(rows), tuple(1 + row for row in rows), num_contexts=self.num_rows)
