@@ -91,9 +91,19 @@ CASES = {
 }
 
 
+QUICK = (
+    "ep2, lengths 17 and 1024", "ep2, an expert with everything", "ep2, a rank without tokens", "etp2", "ep2 etp2, one rank with tokens")
+
+
+def marked(names):
+    """Names of cases; those that are not quick are slow tests."""
+    return [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("case", marked(CASES))
 def test_dispatcher(world, case, dispatcher):
+    case = CASES[case]
     for rank, differences in enumerate(world.run(worst_differences, case, dispatcher, size=len(case.tokens))):
         assert len(differences) == 3 + 5
         for name, difference in differences.items():

@@ -14,7 +14,7 @@ from megatron_dllm.parallel import ParallelContext, Topology, create_context
 from megatron_dllm.tensor_parallel import Initializer
 from megatron_dllm.transformer.recompute import Recompute
 from tests.parallel import fake_deep_ep
-from tests.parallel.test_moe_dispatchers import CASES, CONFIG, DTYPE, TOLERANCE, Case, build, inputs, run, worst_differences
+from tests.parallel.test_moe_dispatchers import CASES, CONFIG, DTYPE, TOLERANCE, Case, build, inputs, marked, run, worst_differences
 
 DISPATCHERS = {"deepep": DeepEPDispatcher, "hybridep": HybridEPDispatcher}
 
@@ -35,7 +35,7 @@ def differences_over_fake(rank, case, name):
 
 
 @pytest.mark.parametrize("name", DISPATCHERS)
-@pytest.mark.parametrize("case", [id for id, case in CASES.items() if case.ep > 1 and case.etp == 1])
+@pytest.mark.parametrize("case", marked(name for name, case in CASES.items() if case.ep > 1 and case.etp == 1))
 def test_dispatcher(world, case, name):
     for rank, differences in enumerate(world.run(differences_over_fake, CASES[case], name, size=len(CASES[case].tokens))):
         for which, difference in differences.items():

@@ -70,8 +70,12 @@ CASES = {  # sizes, sequence parallel, parts that are recomputed
 }
 
 
-@pytest.mark.parametrize("sizes, sequence_parallel, recompute", CASES.values(), ids=CASES)
-def test_model(world, sizes, sequence_parallel, recompute):
+QUICK = ("ep2, full recompute", "tp2 sp, ep2")
+
+
+@pytest.mark.parametrize("case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in CASES])
+def test_model(world, case):
+    sizes, sequence_parallel, recompute = CASES[case]
     results = world.run(worst_difference, sizes, sequence_parallel, frozenset(recompute), size=sizes["world"])
     for rank, (difference, name, exchanges, forwards) in enumerate(results):
         assert difference <= TOLERANCE, f"rank {rank}, {name}: {difference:.1e}"

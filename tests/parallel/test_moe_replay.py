@@ -33,8 +33,8 @@ def step(rank, dispatcher, part, replays):
     return gradients, forward, backward, report.hits, report.misses
 
 
-@pytest.mark.parametrize("part", ["block", "moe"])
-@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+@pytest.mark.parametrize("part", ["block", pytest.param("moe", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dispatcher", ["alltoall", pytest.param("allgather", marks=pytest.mark.slow)])
 def test_each_layout_is_exchanged_once(world, dispatcher, part):
     plain = world.run(step, dispatcher, "none", True, size=2)
     for replays in (True, False):

@@ -61,7 +61,8 @@ def test_losses_are_those_written_out(aux, z, recompute):
     for (name, parameter), other in zip(layer.named_parameters(), plain.parameters(), strict=True):
         assert torch.allclose(parameter.grad, other.grad, rtol=1e-12, atol=1e-14), name
     figures = monitor.drain()["layers.1"]
-    assert torch.allclose(figures.losses, torch.tensor([*(torch.as_tensor(v).item() for v in expected), 0.5], dtype=torch.float64), rtol=1e-12)
+    values = torch.tensor([*(torch.as_tensor(loss).item() for loss in expected), 0.5], dtype=torch.float64)
+    assert torch.allclose(figures.losses, values, rtol=1e-12)
     assert figures.load.sum() == 2 * len(STREAM), "noted once, in the forward"
 
 
