@@ -55,12 +55,12 @@ def softmax_statistics(product: Tensor, target: Tensor, softcap: float | None, o
     return torch.stack([largest, total, at_target, (first == target).to(logits.dtype)])[None]
 
 
-def logit_gradient(product: Tensor, target: Tensor, token_weights: Tensor, log_sum_exp: Tensor, softcap: float | None,
-                   observed: Tensor | None, bonus: Tensor | None) -> Tensor:
-    """[n, v]: gradient at `product` of sum over tokens of token_weights * (log_sum_exp - l at target)."""
-    logits = _logits(product, softcap, observed, bonus)
-    grad = ((logits - log_sum_exp[:, None]).exp() - _one_hot(target, logits)) * token_weights[:, None]
-    return grad if softcap is None else grad * (1 - torch.tanh(_wide(product) / softcap) ** 2)
+def logit_gradient(product: Tensor, target: Tensor, token_weights: Tensor, largest: Tensor, scale: Tensor, softcap: float | None,
+                   observed: Tensor | None, bonus: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """[n, v] in `dtype`: token_weights * (p - 1 at target), p = exp(l - largest) * scale, times the soft cap's derivative."""
+    probability = (_logits(product, softcap, observed, bonus) - largest[:, None]).exp() * scale[:, None]
+    grad = (probability - _one_hot(target, probability)) * token_weights[:, None]
+    return (grad if softcap is None else grad * (1 - torch.tanh(_wide(product) / softcap) ** 2)).to(dtype)
 
 
 def _logits(product: Tensor, softcap: float | None, observed: Tensor | None, bonus: Tensor | None) -> Tensor:

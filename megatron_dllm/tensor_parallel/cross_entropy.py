@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_dllm.kernels.launch import takes
 from megatron_dllm.parallel import communication
 from megatron_dllm.parallel.collectives import sum_grad_over
 from megatron_dllm.parallel.context import Group
 
-from .vocabulary import CHUNK_BYTES, VocabularyRange, add_product_, at_least_fp32, capped_logits, check_tokens, token_chunks
+from .vocabulary import CHUNK_BYTES, VocabularyRange, add_product_, at_least_fp32, check_tokens, product, token_chunks
 
 
 @dataclass(frozen=True)
@@ -82,19 +83,45 @@ class _Head:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """The softmax of n tokens: `exp` [n, v] = exp(logits - own largest); times `scale` [n, 1] it is the probability."""
+    """What is known of n tokens: `product` [n, v] = hidden @ W.T, and per token the constants that the loss is made of."""
 
-    exp: Tensor
-    scale: Tensor
+    product: Tensor
+    targets: Tensor
+    token_weights: Tensor
+    observed: Tensor | None
+    bonus: Tensor | None
+
+
+@dataclass(frozen=True)
+class _Scores:
+    """Over all of the vocabulary, by token: the largest logit, the sum of exp(logit - largest), the cross entropy, whether it is won."""
+
+    largest: Tensor
+    sum_exp: Tensor
     per_token: Tensor
     correct: Tensor
 
+    @classmethod
+    def of(cls, own: Tensor, tp: Group) -> _Scores:
+        """From this rank's [parts, 4, n], parts of the vocabulary with the lowest tokens first, by one exchange: of each part the largest
+        logit, the sum of exp(logit - largest), the logit at the target or 0, and whether the first of the largest is at the target."""
+        largest, total, at_target, best = communication.all_gather(own, tp).unbind(1)
+        overall, winner = largest.max(0)  # the first of equal parts, which has the lower tokens
+        sum_exp = (total * (largest - overall).exp()).sum(0)
+        correct = best.gather(0, winner.unsqueeze(0)).squeeze(0) > 0
+        return cls(overall, sum_exp, sum_exp.log() + overall - at_target.sum(0), correct)
 
-def _softmax(logits: Tensor, targets: Tensor, head: _Head) -> _Chunk:
-    """Softmax and cross entropy over all of the vocabulary, by one exchange of four numbers a token."""
-    n, v = logits.shape
-    rows, ours = head.own.locate(targets)
-    if v:
+
+def _score_in_torch(chunk: _Chunk, head: _Head, gradient_dtype: torch.dtype | None) -> tuple[_Scores, Tensor | None]:
+    """Scores, and with a dtype the gradient [n, v] at `product`, which is overwritten."""
+    logits = chunk.product if head.softcap is None else chunk.product.div_(head.softcap).tanh_().mul_(head.softcap)
+    if chunk.observed is not None and head.own.size:
+        seen, seen_here = head.own.locate(chunk.observed)
+        seen = seen.unsqueeze(1)
+        without_bonus = logits.gather(1, seen)
+        logits.scatter_add_(1, seen, (chunk.bonus.to(logits.dtype) * seen_here).unsqueeze(1))
+    rows, ours = head.own.locate(chunk.targets)
+    if head.own.size:
         largest = logits.amax(1)
         exp = (logits - largest.unsqueeze(1)).exp_()
         at_target = logits.gather(1, rows.unsqueeze(1)).squeeze(1).where(ours, 0)
@@ -102,30 +129,36 @@ def _softmax(logits: Tensor, targets: Tensor, head: _Head) -> _Chunk:
         own = torch.stack([largest, exp.sum(1), at_target, best.to(logits.dtype)])
     else:  # a rank whose share of the vocabulary is fill alone
         exp = logits
-        own = logits.new_zeros(4, n)
+        own = logits.new_zeros(4, len(logits))
         own[0] = -torch.inf
-    largest, total, at_target, best = communication.all_gather(own, head.tp).view(head.tp.size, 4, n).unbind(1)
-    overall, winner = largest.max(0)  # the first of equal ranks, which has the lower tokens
-    sum_exp = (total * (largest - overall).exp()).sum(0)
-    scale = (own[0] - overall).exp() / sum_exp
-    return _Chunk(
-        exp=exp,
-        scale=scale.unsqueeze(1),
-        per_token=sum_exp.log() + overall - at_target.sum(0),
-        correct=best.gather(0, winner.unsqueeze(0)).squeeze(0) > 0,
-    )
-
-
-def _logit_gradient(chunk: _Chunk, logits: Tensor, targets: Tensor, token_weights: Tensor, head: _Head) -> Tensor:
-    """Gradient [n, v] at the product, before the soft cap. Overwrites `chunk.exp` and `logits` (after the cap, no bonus)."""
-    rows, ours = head.own.locate(targets)
-    grad = chunk.exp.mul_(chunk.scale)
+    scores = _Scores.of(own.unsqueeze(0), head.tp)
+    if gradient_dtype is None or not head.own.size:
+        return scores, None
+    grad = exp.mul_(((own[0] - scores.largest).exp() / scores.sum_exp).unsqueeze(1))
     grad.scatter_add_(1, rows.unsqueeze(1), -ours.to(grad.dtype).unsqueeze(1))
-    grad.mul_(token_weights.unsqueeze(1))
+    grad.mul_(chunk.token_weights.unsqueeze(1))
     if head.softcap is not None:
+        if chunk.observed is not None:
+            logits.scatter_(1, seen, without_bonus)
         # d/dx [c tanh(x / c)] = 1 - tanh^2
         grad.mul_(logits.div_(head.softcap).square_().neg_().add_(1))
-    return grad
+    return scores, grad.to(gradient_dtype)
+
+
+def _score_by_kernel(chunk: _Chunk, head: _Head, gradient_dtype: torch.dtype | None) -> tuple[_Scores, Tensor | None]:
+    """The same, with one read of `product` for the scores and one for the gradient."""
+    from megatron_dllm.kernels import cross_entropy as kernel  # Triton is there with CUDA alone
+
+    def here(tokens: Tensor) -> Tensor:
+        rows, ours = head.own.locate(tokens)
+        return rows.where(ours, -1)
+
+    targets, observed = here(chunk.targets), None if chunk.observed is None else here(chunk.observed)
+    scores = _Scores.of(kernel.softmax_statistics(chunk.product, targets, head.softcap, observed, chunk.bonus), head.tp)
+    if gradient_dtype is None or not head.own.size:
+        return scores, None
+    constants = (targets, chunk.token_weights, scores.largest, 1 / scores.sum_exp)
+    return scores, kernel.logit_gradient(chunk.product, *constants, head.softcap, observed, chunk.bonus, gradient_dtype)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -138,24 +171,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
         correct = hidden.new_empty(hidden.shape[0], dtype=torch.bool)
         dhidden = torch.zeros_like(hidden) if wants_hidden else None
         dweight = torch.zeros_like(weight, dtype=dtype) if wants_weight else None
-        for chunk in token_chunks(hidden.shape[0], weight, head.chunk_bytes):
-            logits = capped_logits(hidden[chunk], own_rows, head.softcap)
-            if observed is not None and head.own.size:
-                rows, ours = head.own.locate(observed[chunk])
-                rows = rows.unsqueeze(1)
-                without_bonus = logits.gather(1, rows)
-                logits.scatter_add_(1, rows, (bonus[chunk].to(dtype) * ours).unsqueeze(1))
-            softmax = _softmax(logits, targets[chunk], head)
-            per_token[chunk], correct[chunk] = softmax.per_token, softmax.correct
-            if not (wants_hidden or wants_weight) or not head.own.size:
+        score = _score_by_kernel if takes(hidden, weight) else _score_in_torch
+        gradient_dtype = weight.dtype if wants_hidden or wants_weight else None
+        for part in token_chunks(hidden.shape[0], weight, head.chunk_bytes):
+            chunk = _Chunk(product(hidden[part], own_rows.t()), targets[part], token_weights[part].to(dtype),
+                           *(None if x is None else x[part] for x in (observed, bonus)))
+            scores, grad = score(chunk, head, gradient_dtype)
+            per_token[part], correct[part] = scores.per_token, scores.correct
+            if grad is None:
                 continue
-            if observed is not None:
-                logits.scatter_(1, rows, without_bonus)
-            grad = _logit_gradient(softmax, logits, targets[chunk], token_weights[chunk].to(dtype), head).to(weight.dtype)
             if wants_hidden:
-                torch.mm(grad, own_rows, out=dhidden[chunk])
+                torch.mm(grad, own_rows, out=dhidden[part])
             if wants_weight:
-                add_product_(dweight[: head.own.size], grad.t(), hidden[chunk])
+                add_product_(dweight[: head.own.size], grad.t(), hidden[part])
         ctx.save_for_backward(dhidden, dweight)
         ctx.dtype = weight.dtype
         ctx.mark_non_differentiable(per_token, correct)

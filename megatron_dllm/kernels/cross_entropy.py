@@ -1,0 +1,123 @@
+"""The head's work between its matrix products: soft cap, bonus, softmax statistics and the gradient, one read of the product each."""
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+COLUMNS = 2048  # 8 warps, 8 logits a thread
+PARTS = 4  # a token's vocabulary is read by so many programs: 512 tokens (a chunk at 262144 rows) then fill 132 processors evenly
+
+
+@triton.jit
+def _tanh(x):
+    """(tanh, its derivative) from exp(-2 |x|); near 0, where 1 - exp cancels, the series."""
+    size = tl.abs(x)
+    small = tl.exp(-2 * size)
+    part = 1 / (1 + small)
+    square = x * x
+    series = size * (1 + square * (-1 / 3 + square * (2 / 15 - square * (17 / 315))))
+    value = tl.where(size < 0.2, series, (1 - small) * part)
+    return tl.where(x < 0, -value, value), 4 * small * part * part
+
+
+@triton.jit
+def _logits(values, column, softcap, seen, extra, HAS_CAP: tl.constexpr, HAS_BONUS: tl.constexpr):
+    """(logits with the bonus, their derivative by the product)."""
+    slope = values * 0 + 1
+    if HAS_CAP:
+        values, slope = _tanh(values / softcap)
+        values *= softcap
+    if HAS_BONUS:
+        values += tl.where(column == seen, extra, 0.0)
+    return values, slope
+
+
+@triton.jit
+def _statistics(product, target, observed, bonus, own, num_tokens, width, softcap, PARTS: tl.constexpr, COLUMNS: tl.constexpr,
+                HAS_CAP: tl.constexpr, HAS_BONUS: tl.constexpr):
+    token, part = tl.program_id(0), tl.program_id(1)
+    product += token.to(tl.int64) * width
+    per_part = tl.cdiv(tl.cdiv(width, PARTS), COLUMNS) * COLUMNS
+    wanted = tl.load(target + token).to(tl.int32)
+    seen, extra = 0, 0.0
+    if HAS_BONUS:
+        seen, extra = tl.load(observed + token).to(tl.int32), tl.load(bonus + token).to(tl.float32)
+    column = part * per_part + tl.arange(0, COLUMNS)
+    end = tl.minimum((part + 1) * per_part, width)
+    # Each lane has its own largest so far, the sum of exp(logit - largest), and where the largest came first.
+    largest = tl.full((COLUMNS,), -3e38, tl.float32)
+    total = tl.zeros((COLUMNS,), tl.float32)
+    first = tl.full((COLUMNS,), 2147483647, tl.int32)
+    at = part * per_part
+    while at < end:
+        values = tl.load(product + column, mask=column < end, other=0.0).to(tl.float32)
+        logits, _ = _logits(values, column, softcap, seen, extra, HAS_CAP, HAS_BONUS)
+        logits = tl.where(column < end, logits, -float("inf"))
+        above = logits > largest
+        small = tl.exp(-tl.abs(logits - largest))
+        total = tl.where(above, total * small + 1, total + small)
+        first = tl.where(above, column, first)
+        largest = tl.where(above, logits, largest)
+        column += COLUMNS
+        at += COLUMNS
+    overall = tl.max(largest, 0)
+    sum_exp = tl.sum(total * tl.exp(largest - overall), 0)
+    best = tl.min(tl.where(largest == overall, first, 2147483647), 0)
+    ours = (wanted >= part * per_part) & (wanted < end)
+    value = tl.load(product + wanted, mask=ours, other=0.0).to(tl.float32)
+    logit, _ = _logits(value, wanted, softcap, seen, extra, HAS_CAP, HAS_BONUS)
+    own += part.to(tl.int64) * 4 * num_tokens + token
+    tl.store(own, overall)
+    tl.store(own + num_tokens, sum_exp)
+    tl.store(own + 2 * num_tokens, tl.where(ours, logit, 0.0))
+    tl.store(own + 3 * num_tokens, (best == wanted).to(tl.float32))
+
+
+@triton.jit
+def _gradient(product, target, token_weights, observed, bonus, largest, scale, grad, width, softcap, COLUMNS: tl.constexpr,
+              HAS_CAP: tl.constexpr, HAS_BONUS: tl.constexpr):
+    token = tl.program_id(0)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    start = token.to(tl.int64) * width
+    seen, extra = 0, 0.0
+    if HAS_BONUS:
+        seen, extra = tl.load(observed + token).to(tl.int32), tl.load(bonus + token).to(tl.float32)
+    values = tl.load(product + start + column, mask=column < width, other=0.0).to(tl.float32)
+    logits, slope = _logits(values, column, softcap, seen, extra, HAS_CAP, HAS_BONUS)
+    probability = tl.exp(logits - tl.load(largest + token)) * tl.load(scale + token)
+    wanted = tl.load(target + token).to(tl.int32)
+    out = (probability - tl.where(column == wanted, 1.0, 0.0)) * tl.load(token_weights + token).to(tl.float32) * slope
+    tl.store(grad + start + column, out.to(grad.dtype.element_ty), mask=column < width)
+
+
+def softmax_statistics(product: Tensor, target: Tensor, softcap: float | None, observed: Tensor | None, bonus: Tensor | None) -> Tensor:
+    """fp32 [PARTS, 4, n], a part of the vocabulary each, lowest tokens first: the largest logit, the sum of exp(logit - largest), the logit
+    at `target` (0 where it is elsewhere), and 1 where the first of the largest is at `target`.
+
+        product   [n, v]   hidden @ W.T, before the soft cap
+        target    [n]      column; -1 where the token is not in [0, v)
+        observed  [n]      column whose logit gets `bonus` [n] after the soft cap; -1 as above
+    """
+    num_tokens, width = product.shape
+    own = product.new_zeros(PARTS, 4, num_tokens, dtype=torch.float32)
+    if not width:
+        own[:, 0] = -torch.inf
+    elif num_tokens:
+        _statistics[(num_tokens, PARTS)](product, target, observed, bonus, own, num_tokens, width, softcap or 1.0, PARTS=PARTS,
+                                         COLUMNS=COLUMNS, HAS_CAP=softcap is not None, HAS_BONUS=observed is not None, num_warps=8)
+    return own
+
+
+def logit_gradient(product: Tensor, target: Tensor, token_weights: Tensor, largest: Tensor, scale: Tensor, softcap: float | None,
+                   observed: Tensor | None, bonus: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """[n, v] in `dtype`: token_weights * (p - 1 at target) * d(logit)/d(product), with p = exp(logit - largest) * scale; largest, scale and
+    token_weights fp32 [n], the others as in `softmax_statistics`. In fp32 it overwrites `product`."""
+    num_tokens, width = product.shape
+    grad = product if dtype == product.dtype else torch.empty_like(product, dtype=dtype)
+    if grad.numel():
+        _gradient[(num_tokens, triton.cdiv(width, COLUMNS))](
+            product, target, token_weights, observed, bonus, largest, scale, grad, width, softcap or 1.0, COLUMNS=COLUMNS,
+            HAS_CAP=softcap is not None, HAS_BONUS=observed is not None, num_warps=8)
+    return grad
