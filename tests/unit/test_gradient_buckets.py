@@ -1,0 +1,150 @@
+"""Buckets on one process: what accumulates where, in which order sums begin, and what norm, zeros and the optimizer make of it."""
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_dllm.config import OptimizerConfig
+from megatron_dllm.data_parallel import GradientBuckets, count_zeros, finalize_gradients, gradient_norm
+from megatron_dllm.data_parallel.buckets import Bucket
+from megatron_dllm.parallel import ParallelContext, place
+from megatron_dllm.training.optimizer import MasterOptimizer, sgd
+
+CONTEXT = ParallelContext.single()
+SHAPES = {"embedding": (5, 3), "norm": (3,), "experts": (2, 3, 3), "head": (4, 3), "scale": (7,)}
+
+
+class Parameters(nn.Module):
+    """Parameters of several shapes and grids; `half` names those in bf16."""
+
+    def __init__(self, half=(), dtype=torch.float64):
+        super().__init__()
+        draw = torch.Generator().manual_seed(1)
+        for name, shape in SHAPES.items():
+            values = torch.randn(shape, generator=draw, dtype=torch.float64)
+            parameter = nn.Parameter(values.to(torch.bfloat16 if name in half else dtype))
+            parameter.placement = place(shape, CONTEXT, grid="expert" if name == "experts" else "dense")
+            setattr(self, name, parameter)
+
+    def backward(self, names=SHAPES, factor=1.0):
+        """Gradients: factor * cos of the parameter."""
+        sum(torch.sin(getattr(self, name)).sum() * factor for name in names).backward()
+
+
+def make_buckets(model, **options):
+    return GradientBuckets(model.named_parameters(), CONTEXT, **options)
+
+
+def test_parameters_are_dealt_from_last_to_first_by_grid_and_dtype():
+    dealt = make_buckets(Parameters(half=("norm",)), bucket_elements=12).buckets
+    assert [bucket.names for bucket in dealt] == [("scale", "head"), ("experts",), ("embedding",), ("norm",)]
+    assert [bucket.gradients.dtype for bucket in dealt] == [torch.float64] * 3 + [torch.float32]
+    assert [bucket.group.name for bucket in dealt] == ["dp_cp", "edp", "dp_cp", "dp_cp"]
+
+
+def test_gradients_add_up_over_microbatches_in_fp32():
+    model = Parameters(half=SHAPES)
+    buckets = make_buckets(model)
+    expected = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    for factor in (1.0, 2**-9, 2**-9):  # what bf16 would lose beside 1
+        model.backward(factor=factor)
+        for name in SHAPES:
+            expected[name] += (torch.cos(getattr(model, name).detach()) * factor)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    in_bf16 = {name: expected[name].to(torch.bfloat16).float() for name in SHAPES}
+    for piece in buckets.pieces():
+        assert torch.equal(piece.gradient.view(SHAPES[piece.name]), expected[piece.name])
+    assert any(not torch.equal(in_bf16[name], expected[name]) for name in SHAPES)
+
+
+def test_wide_gradients_are_views_and_survive_being_dropped():
+    model = Parameters()
+    buckets = make_buckets(model)
+    model.backward()
+    total = buckets.buckets[0].gradients
+    assert all(parameter.grad.untyped_storage().data_ptr() in {b.gradients.untyped_storage().data_ptr() for b in buckets.buckets}
+               for parameter in model.parameters())
+    once = total.clone()
+    model.zero_grad()  # sets gradients to None, which must lose nothing
+    model.backward()
+    assert torch.allclose(total, 2 * once, rtol=1e-15)
+
+
+def test_sums_begin_in_one_order_whatever_order_gradients_come_in(monkeypatch):
+    begun = []
+    start = Bucket.start_sum
+    monkeypatch.setattr(Bucket, "start_sum", lambda bucket: (begun.append(bucket.names), start(bucket)))
+    model = Parameters()
+    buckets = make_buckets(model, bucket_elements=1)
+    model.backward()  # not the last microbatch
+    assert begun == []
+    buckets.last_microbatch()
+    model.backward(("embedding", "norm"))
+    model.backward(("scale",))
+    assert begun == [("scale",)]
+    model.backward(("head",))
+    assert begun == [("scale",), ("head",)]  # experts come next, and nothing has reached them
+    buckets.finish()
+    assert begun == [("scale",), ("head",), ("experts",), ("norm",), ("embedding",)]
+
+
+def test_finish_needs_a_last_microbatch():
+    with pytest.raises(AssertionError, match="last_microbatch"):
+        make_buckets(Parameters()).finish()
+
+
+def test_norm_and_zeros_count_every_element_once():
+    model = Parameters()
+    buckets = make_buckets(model, bucket_elements=12)
+    buckets.last_microbatch()
+    model.backward(("embedding", "head"))
+    finalize_gradients(buckets, CONTEXT)
+    whole = torch.cat([torch.cos(model.embedding).flatten(), torch.cos(model.head).flatten()])
+    assert gradient_norm(buckets.pieces(), CONTEXT.world).item() == pytest.approx(whole.norm().item(), rel=1e-14)
+    assert count_zeros(buckets.pieces(), CONTEXT.world) == 3 + 18 + 7
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+def test_step_is_torch_adamw_on_the_whole(distributed, clip):
+    model = Parameters()
+    plain = copy.deepcopy(model)
+    config = OptimizerConfig(lr=0.1, weight_decay=0.3, clip_grad=clip)
+    ours = MasterOptimizer(model, config, CONTEXT, distributed=distributed, bucket_elements=12)
+    matrices = [p for p in plain.parameters() if p.ndim > 1]
+    vectors = [p for p in plain.parameters() if p.ndim == 1]
+    theirs = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.3}, {"params": vectors, "weight_decay": 0.0}], lr=0.1, eps=config.adam_eps)
+    for step in range(3):
+        names = SHAPES if step else ("embedding", "norm", "head", "scale")  # experts without a gradient still decay
+        ours.buckets.last_microbatch()
+        model.backward(names)
+        plain.backward(names)
+        ours.finish_gradients()
+        norm = ours.grad_norm()
+        for parameter in plain.parameters():
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        their_norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), clip or float("inf"))
+        assert norm.item() == pytest.approx(their_norm.item(), rel=1e-14)
+        ours.step(0.1, norm)
+        theirs.step()
+        theirs.zero_grad()
+    for name, parameter in model.named_parameters():
+        assert torch.allclose(parameter, getattr(plain, name), rtol=1e-13, atol=1e-15), name
+    assert dict(ours.masters()).keys() == set(SHAPES) and ours.num_steps() == 3
+
+
+def test_copies_follow_their_fp32_masters():
+    model = Parameters(half=SHAPES)
+    before = {name: parameter.detach().float().clone() for name, parameter in model.named_parameters()}
+    optimizer = MasterOptimizer(model, OptimizerConfig(clip_grad=0.0), CONTEXT, algorithm=sgd)
+    for _ in range(4):  # each step is too small for bf16 to see
+        optimizer.buckets.last_microbatch()
+        model.backward()
+        optimizer.finish_gradients()
+        optimizer.step(2**-10, optimizer.grad_norm())
+    masters = dict(optimizer.masters())
+    for name, parameter in model.named_parameters():
+        assert masters[name].dtype == torch.float32 and torch.equal(masters[name].to(torch.bfloat16), parameter.detach())
+        assert not torch.equal(masters[name], before[name])
