@@ -140,6 +140,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_every_layout_computes_what_one_process_computes(world, size):
     cases = {name: case for name, case in CASES.items() if case.size == size}
@@ -212,6 +213,7 @@ def reach(rank, case):
     return moved
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [
     Case(lengths=((5, 6), (2, 9)), packed=True, objective=ALWAYS),
     Case(size=4, lengths=((5, 6), (2, 9)), objective=CONDITIONED_ALL)], ids=["cp2 packed", "cp4 all canvases"])

@@ -14,6 +14,7 @@ from megatron_dllm.parallel import Topology, communication, create_context
 from megatron_dllm.transformer.core_attention import attend_dense
 from tests.unit.test_core_attention import random_inputs
 from tests.unit.test_visibility import layout
+from tools.verification.canvas_traffic import Traffic, canvas_traffic, traffic_figures
 
 CPU = torch.device("cpu")
 TOLERANCE = 1e-12
@@ -137,35 +138,24 @@ def test_a_planted_fault_is_seen(world, fault, kind, documents):
         assert max(worst[comm_type] for worst in results) > 1e-3, comm_type
 
 
-def sent_bytes(rank, size, lengths):
-    """By (clean tokens, canvas tokens): bytes that this rank sends for a canvas's attention, and for that of the clean stream (p2p),
-    forward and backward."""
-    cp = create_context(Topology(world=size, cp=size), rank=rank, device=CPU, sequence_parallel=False).cp
-    counted = {}
-    for num_clean, canvas in lengths:
-        visibility = layout([(num_clean, num_clean // 2)], canvas_length=canvas)
-        placed = SequenceLayout.of(num_clean, visibility.canvas_keys, ranks=size, whole_canvases=False)
-        plan = sharded_plan(visibility, None, Shards(placed.clean, placed.clean, placed.canvas, False, "p2p", rank), CPU)
-        key, value = (torch.randn(plan.num_keys, 2, 8, requires_grad=True) for _ in range(2))
-        both = []
-        for part, count, stop in (
-                (plan.replicated, plan.num_replicated, plan.num_keys), (plan.stationary, plan.num_stationary, plan.num_held)):
-            cp.log.clear()
-            part.attend(torch.randn(count, 4, 8, requires_grad=True), key[:stop], value[:stop], cp).sum().backward()
-            both.append(cp.log.total(group_name="cp")[1])
-        counted[num_clean, canvas] = tuple(both)
-    return counted
+def traffic(rank, size):
+    return canvas_traffic(create_context(Topology(world=size, cp=size), rank=rank, device=CPU, sequence_parallel=False))
 
 
-def test_a_canvas_sends_bytes_by_its_own_length(world):
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_canvas_sends_bytes_by_its_own_length(world, size):
     """Twice the canvas, twice the bytes; four times the sequence, not one byte more. The clean stream grows with the sequence."""
-    lengths = ((128, 16), (512, 16), (128, 32), (512, 32))
-    for counted in world.run(sent_bytes, 4, lengths):
-        for (num_clean, canvas), (for_canvas, for_clean) in counted.items():
-            print(f"{num_clean} clean tokens, canvas of {canvas}: {for_canvas} bytes for the canvas, {for_clean} for the clean stream")
-        assert counted[512, 16][0] == counted[128, 16][0] > 0
-        assert counted[128, 32][0] == 2 * counted[128, 16][0] == counted[512, 32][0]
-        assert counted[512, 16][1] == 4 * counted[128, 16][1] > 0
+    for rows in world.run(traffic, size, size=size):
+        print(*rows, sep="\n")
+        assert all(figure.holds for figure in traffic_figures(rows)) and rows[0].canvas_bytes > 0
+        by_size = {(row.clean_tokens, row.canvas_tokens): row for row in rows}
+        assert by_size[1024, 16].canvas_bytes == by_size[256, 16].canvas_bytes == by_size[256, 32].canvas_bytes // 2
+        assert by_size[1024, 16].clean_bytes == 4 * by_size[256, 16].clean_bytes > 0
+
+
+def test_traffic_figures_see_a_canvas_that_grows_with_the_sequence():
+    figures = traffic_figures([Traffic(256, 16, 1000, 5), Traffic(1024, 16, 1001, 20), Traffic(256, 32, 2000, 5)])
+    assert [figure.holds for figure in figures] == [False, True]
 
 
 def ring_traffic(rank, size):
