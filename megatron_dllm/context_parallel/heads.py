@@ -29,6 +29,7 @@ class HeadsPlan:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, cp: Group) -> Tensor:
         """[Q, h, d] from own query [Q, h, d], key and value [K, g, d]."""
+        assert query.shape[1] % cp.size == 0, f"{query.shape[1]} query heads over {cp.size} ranks"
         queries = self.query_order.take(to_heads(query, self.query_counts, cp))
         keys, values = (self.key_order.take(to_heads(x, self.key_counts, cp)) for x in (key, value))
         return to_tokens(self.query_places.take(attend(queries, keys, values, self.attention)), self.query_counts, cp)
