@@ -33,5 +33,6 @@ def test_every_query_head_meets_its_own_key_head(heads, groups):
         tried += 1
         for rank in range(ranks):
             queries, keys = (range(number)[heads_of(rank, ranks, number)] for number in (heads, groups))
-            assert [keys[place // (len(queries) // len(keys))] for place in range(len(queries))] == [i // (heads // groups) for i in queries]
+            read = [keys[place // (len(queries) // len(keys))] for place in range(len(queries))]
+            assert read == [query // (heads // groups) for query in queries]
     assert tried > 1
