@@ -92,6 +92,17 @@ def _gradient(product, target, token_weights, observed, bonus, largest, scale, g
     tl.store(grad + start + column, out.to(grad.dtype.element_ty), mask=column < width)
 
 
+@triton.jit
+def _probabilities(product, largest, scale, probability, width, softcap, COLUMNS: tl.constexpr, HAS_CAP: tl.constexpr):
+    token = tl.program_id(0)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    at = token.to(tl.int64) * width + column
+    values = tl.load(product + at, mask=column < width, other=0.0).to(tl.float32)
+    logits, _ = _logits(values, column, softcap, 0, 0.0, HAS_CAP, False)
+    out = tl.exp(logits - tl.load(largest + token)) * tl.load(scale + token)
+    tl.store(probability + at, out.to(probability.dtype.element_ty), mask=column < width)
+
+
 def softmax_statistics(product: Tensor, target: Tensor, softcap: float | None, observed: Tensor | None, bonus: Tensor | None) -> Tensor:
     """fp32 [PARTS, 4, n], a part of the vocabulary each, lowest tokens first: the largest logit, the sum of exp(logit - largest), the logit
     at `target` (0 where it is elsewhere), and 1 where the first of the largest is at `target`.
@@ -121,3 +132,13 @@ def logit_gradient(product: Tensor, target: Tensor, token_weights: Tensor, large
             product, target, token_weights, observed, bonus, largest, scale, grad, width, softcap or 1.0, COLUMNS=COLUMNS,
             HAS_CAP=softcap is not None, HAS_BONUS=observed is not None, num_warps=8)
     return grad
+
+
+def probabilities(product: Tensor, largest: Tensor, scale: Tensor, softcap: float | None, dtype: torch.dtype) -> Tensor:
+    """[n, v] in `dtype`: exp(logit - largest) * scale, with fp32 largest and scale [n] (contiguous). In fp32 it overwrites `product`."""
+    num_tokens, width = product.shape
+    result = product if dtype == product.dtype else torch.empty_like(product, dtype=dtype)
+    if result.numel():
+        _probabilities[(num_tokens, triton.cdiv(width, COLUMNS))](product, largest, scale, result, width, softcap or 1.0, COLUMNS=COLUMNS,
+                                                                  HAS_CAP=softcap is not None, num_warps=8)
+    return result

@@ -63,6 +63,11 @@ def logit_gradient(product: Tensor, target: Tensor, token_weights: Tensor, large
     return (grad if softcap is None else grad * (1 - torch.tanh(_wide(product) / softcap) ** 2)).to(dtype)
 
 
+def probabilities(product: Tensor, largest: Tensor, scale: Tensor, softcap: float | None, dtype: torch.dtype) -> Tensor:
+    """[n, v] in `dtype`: exp(l - largest) * scale of the logits l."""
+    return ((_logits(product, softcap, None, None) - largest[:, None]).exp() * scale[:, None]).to(dtype)
+
+
 def _logits(product: Tensor, softcap: float | None, observed: Tensor | None, bonus: Tensor | None) -> Tensor:
     wide = _wide(product)
     logits = wide if softcap is None else softcap * torch.tanh(wide / softcap)

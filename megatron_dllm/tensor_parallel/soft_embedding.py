@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_dllm.kernels.launch import takes
 from megatron_dllm.parallel import communication
 from megatron_dllm.parallel.context import Group
 
-from .vocabulary import CHUNK_BYTES, VocabularyRange, add_product_, at_least_fp32, capped_logits, token_chunks
+from .vocabulary import CHUNK_BYTES, VocabularyRange, add_product_, at_least_fp32, capped_logits, product, token_chunks
 
 
 def soft_embedding(
@@ -49,29 +50,64 @@ class _Head:
     chunk_bytes: int
 
 
-def _own_softmax(logits: Tensor, tp: Group) -> tuple[Tensor, Tensor]:
-    """(own largest logit [n, 1], factor [n, 1]): exp(logits - largest) * factor are the probabilities of our tokens."""
-    n, v = logits.shape
-    own = logits.new_zeros(2, n)
-    own[0] = logits.amax(1) if v else -torch.inf
-    own[1] = (logits - own[0].unsqueeze(1)).exp_().sum(1)
-    largest, total = communication.all_gather(own, tp).view(tp.size, 2, n).unbind(1)
-    overall = largest.amax(0)
-    sum_exp = (total * (largest - overall).exp()).sum(0)
-    return own[0].unsqueeze(1), ((own[0] - overall).exp() / sum_exp).unsqueeze(1)
+class _InTorch:
+    """The three steps from hidden states to probabilities. Logits are overwritten by the last."""
+
+    @staticmethod
+    def logits(hidden: Tensor, rows: Tensor, softcap: float | None) -> Tensor:
+        """[n, v], as the other two want them."""
+        return capped_logits(hidden, rows, softcap)
+
+    @staticmethod
+    def own_sums(logits: Tensor, softcap: float | None) -> Tensor:
+        """[parts of our tokens, 2, n]: of each part the largest logit, and the sum of exp(logit - largest)."""
+        n, v = logits.shape
+        own = logits.new_zeros(1, 2, n)
+        own[0, 0] = logits.amax(1) if v else -torch.inf
+        own[0, 1] = (logits - own[0, 0].unsqueeze(1)).exp_().sum(1)
+        return own
+
+    @staticmethod
+    def probabilities(logits: Tensor, largest: Tensor, factor: Tensor, softcap: float | None, dtype: torch.dtype) -> Tensor:
+        """[n, v] in `dtype`: exp(logit - largest) * factor, with largest and factor [n]."""
+        return logits.sub_(largest.unsqueeze(1)).exp_().mul_(factor.unsqueeze(1)).to(dtype)
+
+
+class _ByKernel:
+    """The same for CUDA tensors; its logits are the product before the soft cap."""
+
+    @staticmethod
+    def logits(hidden: Tensor, rows: Tensor, softcap: float | None) -> Tensor:
+        return product(hidden, rows.t())
+
+    @staticmethod
+    def own_sums(logits: Tensor, softcap: float | None) -> Tensor:
+        from megatron_dllm.kernels import cross_entropy as kernel  # Triton is there with CUDA alone
+
+        nowhere = torch.full(logits.shape[:1], -1, dtype=torch.int64, device=logits.device)
+        return kernel.softmax_statistics(logits, nowhere, softcap, None, None)[:, :2]
+
+    @staticmethod
+    def probabilities(logits: Tensor, largest: Tensor, factor: Tensor, softcap: float | None, dtype: torch.dtype) -> Tensor:
+        from megatron_dllm.kernels import cross_entropy as kernel
+
+        return kernel.probabilities(logits, largest, factor, softcap, dtype)
+
+
+def _steps(hidden: Tensor, weight: Tensor) -> type[_InTorch] | type[_ByKernel]:
+    return _ByKernel if takes(hidden, weight) else _InTorch
 
 
 class _SoftEmbedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, head):
-        own_rows = weight[: head.own.size]
-        shape = (hidden.shape[0], 1)
-        largest, factor = (hidden.new_empty(shape, dtype=at_least_fp32(weight)) for _ in range(2))
+        own_rows, steps = weight[: head.own.size], _steps(hidden, weight)
+        largest, factor = (hidden.new_empty(hidden.shape[0], dtype=at_least_fp32(weight)) for _ in range(2))
         result = torch.empty_like(hidden)
         for chunk in token_chunks(hidden.shape[0], weight, head.chunk_bytes):
-            logits = capped_logits(hidden[chunk], own_rows, head.softcap)
-            largest[chunk], factor[chunk] = _own_softmax(logits, head.tp)
-            probabilities = logits.sub_(largest[chunk]).exp_().mul_(factor[chunk]).to(weight.dtype)
+            logits = steps.logits(hidden[chunk], own_rows, head.softcap)
+            largest[chunk], factor[chunk] = _softmax(steps.own_sums(logits, head.softcap), head.tp)
+            probabilities = steps.probabilities(logits, largest[chunk], factor[chunk], head.softcap, weight.dtype)
             torch.mm(probabilities, own_rows, out=result[chunk])
         ctx.save_for_backward(hidden, weight, largest, factor)
         ctx.head = head
@@ -82,11 +118,18 @@ class _SoftEmbedding(torch.autograd.Function):
     def backward(ctx, dresult):
         hidden, weight, largest, factor = ctx.saved_tensors
         head = ctx.head
-        own_rows = weight[: head.own.size]
+        own_rows, steps = weight[: head.own.size], _steps(hidden, weight)
         dresult = dresult * head.scale
         dweight = torch.zeros_like(weight, dtype=at_least_fp32(weight))
         for chunk in token_chunks(hidden.shape[0], weight, head.chunk_bytes):
-            logits = capped_logits(hidden[chunk], own_rows, head.softcap)
-            probabilities = logits.sub_(largest[chunk]).exp_().mul_(factor[chunk]).to(weight.dtype)
+            logits = steps.logits(hidden[chunk], own_rows, head.softcap)
+            probabilities = steps.probabilities(logits, largest[chunk], factor[chunk], head.softcap, weight.dtype)
             add_product_(dweight[: head.own.size], probabilities.t(), dresult[chunk])
         return None, dweight.to(weight.dtype), None
+
+
+def _softmax(own: Tensor, tp: Group) -> tuple[Tensor, Tensor]:
+    """(largest, factor), each [n], of all of the vocabulary: exp(logit - largest) * factor is the probability. `own` as of `own_sums`."""
+    largest, total = communication.all_gather(own, tp).unbind(1)
+    overall = largest.amax(0)
+    return overall, 1 / (total * (largest - overall).exp()).sum(0)

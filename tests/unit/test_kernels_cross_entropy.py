@@ -1,5 +1,7 @@
 """kernels.cross_entropy against its reference in float64, by itself and inside linear_cross_entropy."""
 
+import importlib
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ from megatron_dllm.parallel import ParallelContext
 from megatron_dllm.tensor_parallel import cross_entropy
 from tests.unit.kernel_cases import DEVICES, draw, need_kernels
 
+soft_embedding = importlib.import_module("megatron_dllm.tensor_parallel.soft_embedding")  # its function hides it in the package
 CASES = pytest.mark.parametrize(
     "num_tokens, width, softcap, has_bonus",
     [(1, 5, 30.0, False), (3, 2100, 30.0, True), (2, 9001, None, True), (3, 17, None, False), (0, 8, 30.0, True), (2, 0, 30.0, False)],
@@ -90,5 +93,33 @@ def test_linear_cross_entropy_by_kernel(has_bonus, device, monkeypatch):
         ours = cross_entropy.linear_cross_entropy(hidden, weight, targets, torch.linspace(0, 1, 7, device=device), softcap=3.0,
                                                   tp=ParallelContext.single().tp, vocab_size=2100, chunk_bytes=3 * 2100 * 4, **extras)
         results.append([ours.per_token, ours.correct.float(), *torch.autograd.grad(ours.loss, (hidden, weight))])
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+@DEVICES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@CASES
+def test_probabilities(num_tokens, width, softcap, has_bonus, dtype, device):
+    need_kernels(device)
+    from megatron_dllm.kernels.cross_entropy import probabilities
+
+    product, *_ = arguments(num_tokens, width, has_bonus, device)
+    largest, scale = product.new_full((num_tokens,), 60.0), product.new_full((num_tokens,), 0.25)
+    want = reference.probabilities(*double(product, largest, scale), softcap, torch.float64)
+    got = probabilities(product, largest, scale, softcap, dtype)
+    assert got.dtype == dtype and close(got, want, 60 if dtype == torch.float32 else 1)
+
+
+@DEVICES
+def test_soft_embedding_by_kernel(device, monkeypatch):
+    need_kernels(device)
+    hidden, weight = draw(7, 6, dtype=torch.float32, device=device), draw(2100, 6, dtype=torch.float32, device=device)
+    results = []
+    for steps in (soft_embedding._ByKernel, soft_embedding._InTorch):
+        monkeypatch.setattr(soft_embedding, "_steps", lambda *_, steps=steps: steps)
+        y = soft_embedding.soft_embedding(hidden, weight, softcap=3.0, scale=2.0, tp=ParallelContext.single().tp, vocab_size=2100,
+                                          chunk_bytes=3 * 2100 * 4)
+        results.append([y.detach(), *torch.autograd.grad(y.square().sum(), weight)])
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
