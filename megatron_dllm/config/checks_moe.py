@@ -46,3 +46,11 @@ def hybridep_cannot_repeat(dispatcher: str, granularity: str | None, modules: tu
         "set --moe-recompute-replay, or leave --recompute-granularity out (selective works too, without moe among its modules)",
         {"moe_recompute_replay": True},
     )
+
+
+@check("moe_router_enable_expert_bias", "save_hf")
+def expert_bias_is_not_exported(bias: bool, save_hf: str | None) -> Fault | None:
+    if not bias or save_hf is None:
+        return None
+    return Fault("an exported model has no place for the bias, and would choose other experts",
+                 "set --moe-aux-loss-coeff instead, or leave --save-hf out", {"save_hf": None})  # fmt: skip

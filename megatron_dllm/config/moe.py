@@ -23,3 +23,9 @@ class MoEConfig:
     )
     moe_aux_loss_coeff: float = flag("Weight of the loss that evens out the experts' loads; 1e-2 is usual.", 0.0)
     moe_z_loss_coeff: float = flag("Weight of the loss that keeps the router's logits small; 1e-3 is usual.", 0.0)
+    moe_router_enable_expert_bias: bool = flag(
+        "Choose experts by probability plus a bias that each step raises where an expert had few tokens and lowers where it had many. "
+        "Exported models have no place for it.",
+        False,
+    )
+    moe_router_bias_update_rate: float = flag("How much --moe-router-enable-expert-bias changes a bias in a step.", 1e-3)

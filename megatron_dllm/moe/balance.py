@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..config import MoEConfig
 from ..parallel import ParallelContext, communication
@@ -60,8 +60,7 @@ class BalanceLosses:
         """f [E] of choices [T, k]; collective. None without an auxiliary loss."""
         if self.aux_coeff == 0:
             return None
-        keys = torch.where(tokens.share[:, None] > 0, indices, self.num_experts)
-        counts = count_values(keys, self.num_experts + 1)[:-1]
+        counts = counted_load(indices, tokens, self.num_experts)
         for group in (self.context.tp, self.context.dp_cp):
             counts = communication.all_reduce(counts, group)
         return counts.to(tokens.share.dtype) / counts.sum().clamp(min=1)
@@ -76,6 +75,38 @@ class BalanceLosses:
         if self.z_coeff > 0:
             z = self.z_coeff * (share @ logits.logsumexp(-1).square())
         return torch.stack([load, z])
+
+
+def counted_load(indices: Tensor, tokens: RoutedTokens, num_experts: int) -> Tensor:
+    """int64 [E]: choices [T, k] of each expert by the tokens that count."""
+    return count_values(torch.where(tokens.share[:, None] > 0, indices, num_experts), num_experts + 1)[:-1]
+
+
+class ExpertBias(nn.Module):
+    """What is added to a router's probabilities when experts are chosen (not to their weights): it grows by `rate` a step for an expert
+    that had fewer choices than the mean, and falls for one that had more (Wang et al. 2024, arXiv 2408.15664). value [E], at least fp32."""
+
+    def __init__(self, num_experts: int, rate: float, dtype: torch.dtype, context: ParallelContext):
+        super().__init__()
+        self.rate, self.num_experts, self.load = rate, num_experts, None
+        self.register_buffer("value", torch.zeros(num_experts, dtype=dtype, device=context.device))
+
+    @torch.no_grad()
+    def note(self, indices: Tensor, tokens: RoutedTokens) -> None:
+        """Add to the load of this step."""
+        load = counted_load(indices, tokens, self.num_experts)
+        self.load = load if self.load is None else self.load + load
+
+    @torch.no_grad()
+    def end_step(self, context: ParallelContext, *, update: bool) -> None:
+        """Take the step's load, over all ranks, into account, or (with a step that is skipped) drop it. Collective."""
+        load, self.load = self.load, None
+        if load is None or not update:
+            return
+        for group in (context.tp, context.dp_cp):
+            load = communication.all_reduce(load, group)
+        # In whole numbers: no rounding decides a sign.
+        self.value += self.rate * torch.sign(load.sum() - load * self.num_experts)
 
 
 class _WithLoss(torch.autograd.Function):

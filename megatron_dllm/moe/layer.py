@@ -22,10 +22,10 @@ class MoELayer(nn.Module):
     """
 
     def __init__(self, name: str, config: ModelConfig, *, context: ParallelContext, init: Init, dtype: torch.dtype, dispatcher: Dispatcher,
-                 grouped: bool = True, losses: BalanceLosses | None = None, monitor: RoutingMonitor | None = None):
+                 grouped: bool = True, losses: BalanceLosses | None = None, monitor: RoutingMonitor | None = None, bias_rate: float = 0.0):
         super().__init__()
         self.name, self.dispatcher, self.losses, self.monitor = name, dispatcher, losses, monitor
-        self.router = Router(f"{name}.router", config, context=context, init=init, dtype=dtype)
+        self.router = Router(f"{name}.router", config, context=context, init=init, dtype=dtype, bias_rate=bias_rate)
         self.experts = Experts(f"{name}.experts", config, context=context, init=init, dtype=dtype, grouped=grouped)
 
     def forward(self, x: Tensor, residual: Tensor, call: Call = NOT_CHECKPOINTED, tokens: RoutedTokens | None = None) -> Tensor:
@@ -57,6 +57,8 @@ class MoELayer(nn.Module):
         losses = self.losses(routing.logits, routing.probabilities, tokens, fractions)
         if torch.is_grad_enabled() and not call.is_recompute:
             self.monitor.note(self.name, RoutingFigures.of(routing.probabilities, routing.indices, tokens, losses))
+            if self.router.bias is not None:
+                self.router.bias.note(routing.indices, tokens)
         return with_loss(routing.weights, losses) if self.losses.is_used and routing.weights.requires_grad else routing.weights
 
     def finish(self, trip: Trip) -> Tensor:

@@ -12,6 +12,7 @@ from ..parallel import ParallelContext, place
 from ..tensor_parallel.initialization import Constant, Init, make_parameter
 from ..transformer.norms import rms_norm
 from ..transformer.precision import accumulation_dtype, at_least_fp32
+from .balance import ExpertBias
 
 
 @dataclass(frozen=True)
@@ -25,14 +26,16 @@ class Routing:
 
 
 class Router(nn.Module):
-    """softmax(proj(norm(x) * scale * H^-0.5)), the k largest, renormalised, times per_expert_scale.
+    """softmax(proj(norm(x) * scale * H^-0.5)), the k largest (with `bias` added, if there is one), renormalised, times per_expert_scale.
 
     Reads the raw residual, not the experts' normed input. Its parameters are held in at least fp32 and equal on every rank. Each tp rank
     routes tokens of its own (see MoELayer), so their gradients are summed over tp.
     """
 
-    def __init__(self, name: str, config: ModelConfig, *, context: ParallelContext, init: Init, dtype: torch.dtype):
+    def __init__(self, name: str, config: ModelConfig, *, context: ParallelContext, init: Init, dtype: torch.dtype,
+                 bias_rate: float = 0.0):
         super().__init__()
+        self.bias = ExpertBias(config.num_experts, bias_rate, accumulation_dtype(dtype), context) if bias_rate else None
         self.topk, self.eps, self.root = config.moe_router_topk, config.norm_epsilon, config.hidden_size ** -0.5
         held = accumulation_dtype(dtype)
 
@@ -50,7 +53,8 @@ class Router(nn.Module):
         logits = F.linear(scaled, at_least_fp32(self.weight))
         probabilities = logits.softmax(-1)
         if indices is None:
-            indices = probabilities.detach().topk(self.topk, dim=-1).indices
+            scores = probabilities.detach()
+            indices = (scores if self.bias is None else scores + self.bias.value).topk(self.topk, dim=-1).indices
         # Read by index in both cases, so that a replay keeps and computes exactly what the forward did.
         chosen = probabilities.gather(-1, indices)
         weights = chosen / chosen.sum(-1, keepdim=True) * self.per_expert_scale[indices]

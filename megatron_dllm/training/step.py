@@ -51,6 +51,9 @@ def train_step(model: DiffusionGemma, optimizer: MasterOptimizer, microbatches: 
         optimizer.step(lr, norm)
     else:
         optimizer.drop_gradients()
+    for block in model.layers.values():
+        if block.moe.router.bias is not None:
+            block.moe.router.bias.end_step(model.context, update=result.is_finite)
     return result
 
 

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from megatron_dllm.config import PRESETS, MoEConfig
-from megatron_dllm.moe.balance import CANVAS, CLEAN, DRAFT, BalanceLosses, RoutedTokens, RoutingMonitor, balance_metrics
+from megatron_dllm.moe.balance import CANVAS, CLEAN, DRAFT, BalanceLosses, ExpertBias, RoutedTokens, RoutingMonitor, balance_metrics
 from megatron_dllm.moe.dispatchers.build import build_dispatcher
 from megatron_dllm.moe.layer import MoELayer
 from megatron_dllm.moe.permute import count_values
 from megatron_dllm.moe.replay import NOT_CHECKPOINTED
+from megatron_dllm.moe.router import Router
 from megatron_dllm.parallel import ParallelContext
 from megatron_dllm.tensor_parallel import Initializer
 from megatron_dllm.transformer.recompute import Recompute
@@ -101,3 +102,32 @@ def test_count_values():
     values = torch.tensor([[3, 0], [3, 5], [0, 3]])
     assert count_values(values, 6).tolist() == [2, 0, 0, 3, 0, 1]
     assert count_values(values[:0], 3).tolist() == [0, 0, 0]
+
+
+def test_expert_bias_turns_choices_towards_idle_experts():
+    bias = ExpertBias(4, 0.25, torch.float64, SINGLE)
+    tokens = RoutedTokens.of(torch.tensor([CLEAN, CANVAS, DRAFT]), 2, torch.float64)
+    indices = torch.tensor([[0, 1], [0, 1], [3, 2]])
+    bias.note(indices[:1], tokens.map(lambda values: values[:1]))
+    bias.note(indices[1:], tokens.map(lambda values: values[1:]))
+    assert bias.load.tolist() == [2, 2, 0, 0]  # the draft does not count
+    bias.end_step(SINGLE, update=True)
+    assert bias.value.tolist() == [-0.25, -0.25, 0.25, 0.25] and bias.load is None
+    bias.note(indices, tokens)
+    bias.end_step(SINGLE, update=False)  # a skipped step
+    bias.note(torch.tensor([[0, 1], [2, 3], [0, 0]]), tokens)
+    bias.end_step(SINGLE, update=True)  # even use
+    assert bias.value.tolist() == [-0.25, -0.25, 0.25, 0.25]
+
+
+def test_router_chooses_by_the_bias_and_weighs_without_it():
+    router = Router("r", CONFIG, context=SINGLE, init=Initializer(7, 0.5), dtype=torch.float64, bias_rate=1e-3)
+    x = torch.randn(9, 6, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    plain = router(x)
+    router.bias.value[3] = 2.0
+    routing = router(x)
+    assert (routing.indices == 3).any(1).all() and not (plain.indices == 3).any(1).all()
+    assert torch.equal(routing.probabilities, plain.probabilities)
+    chosen = plain.probabilities.gather(1, routing.indices)
+    assert torch.allclose(routing.weights, chosen / chosen.sum(1, keepdim=True), rtol=1e-12)
+    assert "bias.value" in router.state_dict() and "bias.load" not in router.state_dict()

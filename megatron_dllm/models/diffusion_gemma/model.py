@@ -77,7 +77,8 @@ class DiffusionGemma(nn.Module):
             self.self_conditioning = SelfConditioning(config, **shared)
         self.routing = RoutingMonitor()
         moe_layer = partial(MoELayer, dispatcher=build_dispatcher(moe, context, config, dtype), grouped=moe.moe_grouped_gemm,
-                            losses=BalanceLosses(moe, context, config.num_experts), monitor=self.routing)
+                            losses=BalanceLosses(moe, context, config.num_experts), monitor=self.routing,
+                            bias_rate=moe.moe_router_bias_update_rate if moe.moe_router_enable_expert_bias else 0.0)
         block = partial(TransformerBlock, config=config, recompute=recompute, moe_layer=moe_layer, **shared)
         self.layers = nn.ModuleDict({str(layer): block(layer) for layer in part.layers})
         if part.has_loss:
