@@ -17,6 +17,7 @@ SUITES = {
     "sampler": "generation against transformers, with the same draws",
     "resume": "runs taken up again: bit-equal in the same layout, equal after gathering in any other",
     "saving_time": "time and training stall of a save, at once and in the background, beside torch.save",
+    "conversion": "peak memory of tools/convert.py, and that there and back is the identity",
     "crash": "kill -9 while saving, full and read-only disks, damaged files",
 }
 

@@ -171,7 +171,8 @@ def test_transformers_generates_from_an_export_with_its_own_settings(exported):
 
 CHAT = [{"role": "system", "content": "s"}, {"role": "user", "content": "<eos> <user> é\n"},
         {"role": "assistant", "content": "yo", "tool_calls": [{"b": 1, "a": "é<&'"}]},
-        {"role": "tool", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}, {"role": "assistant", "content": "end"}]
+        {"role": "tool", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "assistant", "content": "end"}]
 
 
 def test_byte_tokenizer_is_the_same_in_transformers(tmp_path):
