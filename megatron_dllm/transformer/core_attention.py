@@ -10,16 +10,20 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .attention_work import WorkGroup, work_list
 from .precision import at_least_fp32
 from .rows import Rows, take_distinct
 from .visibility import Visibility
 
+# Without cuDNN's, which builds a plan for every new shape (140 ms): the canvases of a second loop are rarely as many as before.
+BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """A work list on the device. `order` int64 [Q] puts the groups' outputs, one after the other, back into query order (None: they are)."""
+    """A work list on the device. `order` int64 [Q] puts the outputs of the groups, joined, into query order (None: they are)."""
 
     groups: tuple[DeviceGroup, ...]
     order: Tensor | None
@@ -74,7 +78,8 @@ def _attend_group(query: Tensor, key: Tensor, value: Tensor, group: DeviceGroup)
     heads = query.shape[1]
     q = _pieces(query, group.queries, group.num_pieces, heads)
     k, v = (_pieces(x, group.keys, group.num_pieces, heads) for x in (key, value))
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask, is_causal=group.causal, scale=1.0)
+    with sdpa_kernel(BACKENDS):
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask, is_causal=group.causal, scale=1.0)
     return out.transpose(1, 2).reshape(-1, heads, query.shape[-1])
 
 
