@@ -81,6 +81,7 @@ class ModelConfig:
     mhc_num_residual_streams: int = flag("Residual streams of mHC.", 4)
     mhc_sinkhorn_iterations: int = flag("Rounds that make the mixing of mHC's streams doubly stochastic.", 20)
     mhc_init_gating_factor: float = flag("Initial weight of what mHC's mappings read from the streams.", 0.01)
+    mtp_num_layers: int = flag("Further tokens that each clean token predicts in training, a layer each (multi-token prediction).", 0)
     bos_token_id: int = flag("Token that begins a text.", 2)
     eos_token_id: tuple[int, ...] = flag("Tokens that end a text or a turn; the first one also fills a canvas after its end.", (1, 106))
     pad_token_id: int = flag("Token of positions that nothing reads.", 0)

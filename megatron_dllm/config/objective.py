@@ -28,6 +28,7 @@ class ObjectiveConfig:
     encoder_loss_tokens: Literal["all", "response"] = flag(
         "Tokens that the autoregressive loss is taken on; all includes the prompt.", "all"
     )
+    mtp_loss_scaling_factor: float = flag("Weight of the mean loss of --mtp-num-layers beside the autoregressive loss.", 0.1)
     self_conditioning_prob: float = flag("Share of the examples whose canvas is decoded twice, the second time given the first.", 0.5)
     self_conditioning_null: Literal["zero", "uniform"] = flag(
         "What stands for the first decoding where there is none: a zero vector, or the mean embedding of a uniform guess.", "zero"

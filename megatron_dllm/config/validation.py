@@ -59,12 +59,12 @@ RANGES: dict[str, Range] = {
     ),
     **dict.fromkeys(
         ("bos_token_id", "eos_token_id", "pad_token_id", "num_workers", "seed", "profile_step_start", "profile_step_end",
-         "lr_warmup_iters", "stability_threshold"),
+         "lr_warmup_iters", "stability_threshold", "mtp_num_layers"),
         COUNT_OR_NONE,
     ),
     **dict.fromkeys(
         ("final_logit_softcapping", "norm_epsilon", "rotary_base", "rotary_base_global", "lr", "adam_eps", "peak_tflops", "t_min",
-         "t_max"),
+         "t_max", "mtp_loss_scaling_factor"),
         POSITIVE,
     ),
     **dict.fromkeys(
@@ -99,8 +99,9 @@ NEEDS = (
         "--objective block-diffusion",
         lambda run: run.objective.objective == "block-diffusion",
     ),
-    Needs(("encoder_loss_normalization", "encoder_loss_tokens"), "--encoder-loss-weight above 0",
+    Needs(("encoder_loss_normalization", "encoder_loss_tokens", "mtp_num_layers"), "--encoder-loss-weight above 0",
           lambda run: run.objective.encoder_loss_weight > 0),
+    Needs(("mtp_loss_scaling_factor",), "--mtp-num-layers", lambda run: run.model.mtp_num_layers > 0),
     Needs(("self_conditioning_null",), "--self-conditioning-prob below 1", lambda run: run.objective.self_conditioning_prob < 1),
     Needs(("data_path", "split", "tokenizer_type"), "--data-source auto, chat or indexed", lambda run: run.data.data_source != "sudoku"),
     Needs(("data_columns", "chat_template", "supervise_turns"), "--data-source auto or chat",

@@ -14,10 +14,13 @@ from ..context_parallel.microbatch import SharedMicrobatch
 from ..moe.balance import CANVAS, CLEAN, DRAFT, RoutedTokens
 from ..transformer.gated_delta_plan import first_runs, second_runs
 from ..transformer.token_pass import LAYER_TYPES, SequenceSplit, TokenPass, token_pass
+from ..transformer.visibility import CLEAN as NO_CANVAS
+from ..transformer.visibility import Visibility
 from .streams import Streams, TokenStream
 
 CPU = torch.device("cpu")
 NOISE_BINS = 10  # metrics show the diffusion loss by tenths of the noise level
+MTP_GROUP = 1 + NOISE_BINS
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ class Scored:
     rows      int64 [N]    where they stand in the pass
     targets   int64 [N]
     weights   [N], at least fp32: each token's share of the loss, global denominators included
-    group     int64 [N]    0: autoregressive; 1 + b: diffusion, noise level in tenth b
+    group     int64 [N]    0: autoregressive; 1 + b: diffusion, noise level in tenth b; MTP_GROUP: multi-token prediction
     observed, bonus        int64 [N] and [N], or None: what is added to the logit of the noisy token that is seen
     """
 
@@ -44,6 +47,15 @@ class Scored:
     group: Tensor
     observed: Tensor | None
     bonus: Tensor | None
+
+
+@dataclass(frozen=True)
+class FurtherInputs:
+    """What multi-token prediction needs: a pass of the clean tokens alone and, by depth, the tokens that are read and what is scored."""
+
+    token_pass: TokenPass
+    tokens: tuple[Tensor, ...]
+    scored: tuple[Scored, ...]
 
 
 @dataclass(frozen=True)
@@ -59,6 +71,7 @@ class MicrobatchInputs:
     second_tokens: Tensor
     second_pass: TokenPass | None
     second_scored: Scored | None
+    further: FurtherInputs | None = None
 
 
 def to_device(value, device: torch.device):
@@ -75,7 +88,7 @@ def to_device(value, device: torch.device):
 
 
 def microbatch_inputs(streams: Streams, config: ModelConfig, *, dtype: torch.dtype, uniform_null: bool = False,
-                      leave_one_out: bool = False, second_loop: bool = False, device: torch.device = CPU,
+                      leave_one_out: bool = False, second_loop: bool = False, mtp_scale: float = 0.1, device: torch.device = CPU,
                       split: SequenceSplit = SequenceSplit(),  # noqa: B008 (immutable)
                       context_split: ContextSplit = ContextSplit()) -> MicrobatchInputs:  # noqa: B008 (immutable)
     """A microbatch's streams (whole, on every rank) and the layout of its passes over our own tokens of them.
@@ -111,7 +124,35 @@ def microbatch_inputs(streams: Streams, config: ModelConfig, *, dtype: torch.dty
     return MicrobatchInputs(
         clean=StreamInputs(_tensor(clean.tokens, device)), canvas=StreamInputs(_tensor(canvas.tokens, device)), uniform_null=uniform_null,
         first_pass=first_pass, first_scored=first_scored, draft_rows=_tensor(np.flatnonzero(drafts), device),
-        second_tokens=_tensor(canvas.tokens[again], device), second_pass=second_pass, second_scored=second_scored)
+        second_tokens=_tensor(canvas.tokens[again], device), second_pass=second_pass, second_scored=second_scored,
+        further=_further(streams, config, mtp_scale, context_split=context_split, split=split, **place) if config.mtp_num_layers else None)
+
+
+def _further(streams: Streams, config: ModelConfig, scale: float, *, context_split: ContextSplit, split: SequenceSplit,
+             device: torch.device, dtype: torch.dtype) -> FurtherInputs:
+    """Depth d reads token i + d + 1 and predicts what that one predicts, with its weight: the same targets and denominators."""
+    count, depths = len(streams.clean), config.mtp_num_layers
+    nothing = np.zeros(0, np.int64)
+    clean = Visibility(streams.visibility.first_key[:count], streams.visibility.past_key[:count], np.full(count, NO_CANVAS), nothing, count)
+    shared = SharedMicrobatch.of(clean, context_split)
+    own = shared.own_clean
+    follows = [_moved(streams.clean, clean, depth + 1, scale / depths, config.pad_token_id).select(own) for depth in range(depths)]
+    everywhere, group = np.ones(len(own), bool), np.full(len(own), MTP_GROUP)
+    return FurtherInputs(
+        token_pass(config, dict.fromkeys(LAYER_TYPES, clean), streams.clean.positions[own], num_clean=len(own), device=device,
+                   shards=shared.first_pass(), split=split),
+        tuple(_tensor(stream.tokens, device) for stream in follows),
+        tuple(_scored([(stream, group, None)], everywhere, False, device=device, dtype=dtype) for stream in follows))
+
+
+def _moved(clean: TokenStream, visibility: Visibility, places: int, scale: float, pad: int) -> TokenStream:
+    """For each token the one so many places after it in its document; where there is none a pad token that predicts nothing."""
+    later = np.arange(len(clean)) + places
+    inside = later < len(clean)
+    later = np.where(inside, later, 0)
+    inside &= visibility.first_key[later] == visibility.first_key
+    return TokenStream(np.where(inside, clean.tokens[later], pad), clean.positions, np.where(inside, clean.targets[later], 0),
+                       np.where(inside, clean.weights[later] * scale, 0.0))
 
 
 def _kept(streams: Streams, queries: np.ndarray, config: ModelConfig) -> dict[str, np.ndarray]:

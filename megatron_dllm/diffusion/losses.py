@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from ..transformer.rows import take_distinct
-from .inputs import NOISE_BINS, Scored
+from .inputs import MTP_GROUP, Scored
 
-NUM_GROUPS = 1 + NOISE_BINS  # the autoregressive loss, then the diffusion loss by tenths of the noise level
+NUM_GROUPS = MTP_GROUP + 1  # the autoregressive loss, the diffusion loss by tenths of the noise level, multi-token prediction
 
 
 @dataclass(frozen=True)
 class LossTerms:
-    """total: the differentiable sum. Detached, by group [1 + bins]: weighted sums (`weighted`), plain sums of cross entropies (`sums`),
+    """total: the differentiable sum. Detached, by group [NUM_GROUPS]: weighted sums (`weighted`), plain sums of cross entropies (`sums`),
     right predictions (`correct`) and tokens (`counts`), in at least fp32."""
 
     total: Tensor

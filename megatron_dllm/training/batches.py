@@ -84,7 +84,8 @@ class BatchMaker:
         streams = build_streams(
             microbatch, tokens, objective, plan.denominators, vocab_size=model.vocab_size, fill_token=model.fill_token_id)
         return microbatch_inputs(
-            streams, model, dtype=self.loss_dtype, uniform_null=objective.self_conditioning_null == "uniform",
+            streams, model, dtype=self.loss_dtype, mtp_scale=objective.mtp_loss_scaling_factor,
+            uniform_null=objective.self_conditioning_null == "uniform",
             leave_one_out=objective.diffusion_loss in ("loo", "reweighted-loo"), split=SequenceSplit.of(self.context),
             context_split=ContextSplit.of(self.context, self.run.parallel, objective),
             second_loop=shares_experts and plan.second_loop(number))

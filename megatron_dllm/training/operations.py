@@ -7,7 +7,7 @@ Legend: H hidden, V vocabulary, N examples, M canvases.
 """
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -115,6 +115,14 @@ def stack_operations(model: ModelConfig, *, tokens: int, full_pairs: int, slidin
     return {"projections": projections, "attention": attention} | {part: model.num_layers * n for part, n in a_layer.items()}
 
 
+def mtp_operations(model: ModelConfig, tokens: TokenCounts, head: int) -> float:
+    """Forward operations of one depth of multi-token prediction: projection, a full layer over the clean tokens, head."""
+    count = int(tokens.clean.sum())
+    block = stack_operations(replace(model, num_layers=1, layer_types=("full",)), tokens=count,
+                             full_pairs=causal_pairs(tokens.clean, None), sliding_pairs=0)
+    return 4 * count * model.hidden_size ** 2 + sum(block.values()) + tokens.encoder_targets * head
+
+
 def step_operations(model: ModelConfig, tokens: TokenCounts, *, recompute: str | None = None,
                     recompute_modules: tuple[str, ...] = ()) -> StepOperations:
     """The operations of one step. `recompute` and its modules are --recompute-granularity and --recompute-modules."""
@@ -131,6 +139,8 @@ def step_operations(model: ModelConfig, tokens: TokenCounts, *, recompute: str |
         full_pairs=causal_pairs(tokens.clean, None) + pairs(every, None),
         sliding_pairs=causal_pairs(tokens.clean, window) + pairs(every, window))
     repeated = _repeated(forward, recompute, recompute_modules)
+    if model.mtp_num_layers:
+        forward["mtp"] = model.mtp_num_layers * mtp_operations(model, tokens, head)
     forward |= {
         # The soft embedding of canvases without a draft is zero, and so is the module's output.
         "self_conditioning": 6 * num_draft * model.hidden_size * model.ffn_hidden_size,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..diffusion.inputs import NOISE_BINS, MicrobatchInputs, to_device
+from ..diffusion.inputs import MTP_GROUP, NOISE_BINS, MicrobatchInputs, to_device
 from ..diffusion.losses import LossTerms
 from ..models.diffusion_gemma.model import DiffusionGemma
 from ..moe.replay import ReplayReport
@@ -86,9 +86,12 @@ def replay_metrics(report: ReplayReport | None) -> dict[str, float]:
 def loss_metrics(terms: LossTerms) -> dict[str, float]:
     """The losses apart: autoregressive and diffusion as they are minimised; then by noise level, plain means of the cross entropy."""
     metrics = {"loss": terms.weighted.sum().item(), "autoregressive_loss": terms.weighted[0].item()}
-    if terms.counts[1:].sum() > 0:
-        metrics["diffusion_loss"] = terms.weighted[1:].sum().item()
-        metrics["diffusion_accuracy"] = (terms.correct[1:].sum() / terms.counts[1:].sum()).item()
+    if terms.counts[MTP_GROUP] > 0:
+        metrics["mtp_loss"] = terms.weighted[MTP_GROUP].item()
+    diffusion = slice(1, 1 + NOISE_BINS)
+    if terms.counts[diffusion].sum() > 0:
+        metrics["diffusion_loss"] = terms.weighted[diffusion].sum().item()
+        metrics["diffusion_accuracy"] = (terms.correct[diffusion].sum() / terms.counts[diffusion].sum()).item()
         for level in range(NOISE_BINS):
             if terms.counts[1 + level] > 0:
                 mean = terms.sums[1 + level] / terms.counts[1 + level]

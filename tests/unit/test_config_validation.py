@@ -173,6 +173,7 @@ CONDITIONS = {
     "--recompute-granularity": ({}, {"recompute_granularity": "full"}),
     "--recompute-granularity selective": ({"recompute_granularity": "full"}, {"recompute_granularity": "selective"}),
     "a linear layer in --layer-types": ({}, {"layer_types": LINEAR}),
+    "--mtp-num-layers": ({}, {"mtp_num_layers": 1}),
     "--enable-mhc-connections": ({}, {"enable_mhc_connections": True}),
     "mhc among --recompute-modules": ({}, {"recompute_modules": ("mhc",)}),
     "--profile": ({}, {"profile": True}),

@@ -23,7 +23,7 @@ def build_model(run: RunConfig, context: ParallelContext, *, init: Init | None =
         dtype=dtype or (torch.bfloat16 if run.training.bf16 else torch.float32),
         recompute=Recompute.from_config(run.training, run.moe), moe=run.moe)
     if run.objective.freeze_router:
-        for block in model.layers.values():
+        for block in (*model.layers.values(), *(depth.block for depth in model.mtp)):
             for parameter in block.moe.router.parameters():
                 parameter.requires_grad_(False)
                 parameter.data = parameter.data.to(model.dtype)

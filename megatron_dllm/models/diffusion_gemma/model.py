@@ -27,6 +27,7 @@ from ...tensor_parallel.vocabulary import VocabularyRange
 from ...transformer.block import TransformerBlock
 from ...transformer.hyper_connection import contract_streams, expand_streams, stream_chains
 from ...transformer.mlp import MLP
+from ...transformer.mtp import MultiTokenPrediction
 from ...transformer.norms import RMSNorm, rms_norm
 from ...transformer.precision import accumulation_dtype, at_least_fp32
 from ...transformer.recompute import Recompute
@@ -83,6 +84,8 @@ class DiffusionGemma(nn.Module):
         self.layers = nn.ModuleDict({str(layer): block(layer) for layer in part.layers})
         if part.has_loss:
             self.final_norm = RMSNorm("final_norm", config.hidden_size, eps=config.norm_epsilon, context=context, dtype=dtype)
+        self.mtp = nn.ModuleList(
+            MultiTokenPrediction(depth, config, block=block, **shared) for depth in range(config.mtp_num_layers * part.has_loss))
 
     @property
     def embedding_scale(self) -> float:
@@ -161,11 +164,29 @@ class DiffusionGemma(nn.Module):
         """Both losses of a microbatch, already divided by the global denominators."""
         x, contexts = self.run_layers(self.enter(inputs), inputs.first_pass)
         hidden = self.whole(x, inputs.first_pass)
-        terms = loss_terms(self.cross_entropy, hidden, inputs.first_scored)
+        terms = self.first_terms(hidden, inputs)
         if inputs.second_pass is not None:
             x, _ = self.run_layers(self.enter_again(inputs, self.draft_signal(hidden, inputs)), inputs.second_pass, contexts)
             terms = terms + loss_terms(self.cross_entropy, self.whole(x, inputs.second_pass), inputs.second_scored)
         return terms
+
+    def first_terms(self, hidden: Tensor, inputs: MicrobatchInputs) -> LossTerms:
+        """The losses of the first pass's final hidden states [T, H], multi-token prediction's among them."""
+        terms, further = loss_terms(self.cross_entropy, hidden, inputs.first_scored), inputs.further
+        if further is None:
+            return terms
+        states = self._own_share(hidden[:further.token_pass.num_clean])
+        for depth, tokens, scored in zip(self.mtp, further.tokens, further.scored, strict=True):
+            states = depth(states, self.embed(tokens), further.token_pass)
+            terms = terms + loss_terms(self.cross_entropy, self.whole(states, further.token_pass), scored)
+        return terms
+
+    def _own_share(self, x: Tensor) -> Tensor:
+        """Our piece of [T, H] as in `own`, but what goes back is the piece's gradient alone: our share, as `whole` wants it."""
+        if not self.context.sequence_parallel:
+            return x
+        tp = self.context.tp
+        return F.pad(x, (0, 0, 0, -len(x) % tp.size)).chunk(tp.size)[tp.rank]
 
     def enter(self, inputs: MicrobatchInputs) -> Tensor:
         """What the first pass enters the stack as."""
