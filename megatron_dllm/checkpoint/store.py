@@ -103,6 +103,14 @@ class Checkpoint:
         """A whole tensor."""
         return self.read(key, (0,) * len(self.shapes[key]), self.shapes[key])
 
+    def check_all_held(self, keys: Iterable[str], world: Group | None = None, kinds: Iterable[str] = (MODEL, OPTIMIZER)) -> None:
+        """CheckpointError for tensors that no rank has a place for: the checkpoint is another model's. `keys` are what this rank holds."""
+        of_ranks = _gathered(set(keys), world or Group.single("world"))
+        extra = sorted(key for key in set(self.shapes).difference(*of_ranks) if kind_of(key) in kinds)
+        if extra:
+            raise CheckpointError(f"{self.path} is of another model: it holds {', '.join(extra[:10])} ({len(extra)} tensors), for which "
+                                  "this one has no place")
+
     def load(self, shards: Iterable[Shard]) -> None:
         """Read into shards, in place, each its own rectangles; dtypes are cast. CheckpointError names what is missing or misshapen."""
         wanted = by_key(shards)

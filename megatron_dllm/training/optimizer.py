@@ -127,7 +127,7 @@ class MasterOptimizer:
 
     def num_steps(self) -> int:
         """Updates done so far."""
-        state = self.torch.state.get(self.held[0].master, {})
+        state = self.torch.state.get(self.held[0].master, {}) if self.held else {}
         return int(state["step"].item()) if "step" in state else 0
 
     def shards(self) -> Iterator[Shard]:

@@ -15,6 +15,7 @@ from ..checkpoint.model_state import load_tensors, named_tensors
 from ..checkpoint.retention import Retention
 from ..checkpoint.save import CheckpointWriter, SaveOutcome, describe_bytes
 from ..checkpoint.shards import Shard
+from ..checkpoint.storage import MODEL
 from ..config import to_arguments_text
 from ..models.diffusion_gemma.huggingface import Offset
 from ..models.diffusion_gemma.transformers_directory import CONFIG, TransformersDirectory
@@ -61,7 +62,9 @@ def _resume(trainer: Trainer, found: store.Checkpoint) -> None:
     _check_schedule(trainer, found)
     optimizer = trainer.optimizer
     optimizer.make_moments(found.state.optimizer_steps)
-    found.load(state_shards(trainer))
+    shards = list(state_shards(trainer))
+    found.check_all_held((shard.key for shard in shards), trainer.context.world, kinds=(MODEL,))
+    found.load(shards)
     optimizer.refresh_parameters()
 
 
@@ -102,10 +105,11 @@ def _load_pretrained(trainer: Trainer, path: Path) -> None:
         if keeps_assets:
             save_assets(source, assets)
     else:
-        found = (store.open_checkpoint(path, world=world, kinds=("model",)) if path.name.startswith("iter_") else
-                 store.find_newest(path, lambda text: _say(trainer, text), world=world, kinds=("model",)))
+        found = (store.open_checkpoint(path, world=world, kinds=(MODEL,)) if path.name.startswith("iter_") else
+                 store.find_newest(path, lambda text: _say(trainer, text), world=world, kinds=(MODEL,)))
         if found is None:
             raise ValueError(f"--pretrained-checkpoint {path} holds neither a transformers model nor a valid checkpoint of ours")
+        found.check_all_held((name for name, _ in named_tensors(trainer.model)), world, kinds=(MODEL,))
         load_tensors(trainer.model, found, str(found.path))
         if keeps_assets and (found.path.parent / ASSETS).is_dir():
             shutil.copytree(found.path.parent / ASSETS, assets)
@@ -180,6 +184,9 @@ class Saver:
             self.best_loss = loss
             if self.is_main:
                 store.write_text(folder / "loss.txt", f"{loss!r}\n")
+                for path in store.checkpoints_in(folder):
+                    if path != outcome.path:  # a later iteration, too, where the run was taken up from before it
+                        shutil.rmtree(path)
             self.logger.message(f"lowest evaluation loss so far, {loss:.6f}: saved to {folder}")
 
     def finish(self, iteration: int, reason: str | None) -> None:
@@ -192,7 +199,8 @@ class Saver:
                 self._tell_all(self.writer.wait())
             self.writer.close()
             if self.saved != store.iteration_folder(self.writer.folder, iteration):
-                raise OSError(f"the last checkpoint, of iteration {iteration}, could not be saved; the newest is {self.saved}")
+                raise ValueError(f"the last checkpoint, of iteration {iteration}, could not be saved (see above); "
+                                 f"the newest of this run is {self.saved}")
         if self.options.save_hf and reason is None:
             self.export(iteration, Path(self.options.save_hf))
         if reason is None:

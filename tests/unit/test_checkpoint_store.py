@@ -248,3 +248,12 @@ def test_index_is_json_that_says_what_lies_where(tmp_path):
         {"offset": [0, 0], "extent": [1, 3], "file": "model_00000.safetensors", "name": "weight[0:1,0:3]"},
         {"offset": [1, 0], "extent": [3, 3], "file": "model_00000.safetensors", "name": "weight[1:4,0:3]"}]
     assert index["tensors"]["exp_avg/weight"]["pieces"][0]["file"] == "optimizer_00000.safetensors"
+
+
+def test_a_checkpoint_with_more_tensors_than_the_model_is_another_models(tmp_path):
+    save(tmp_path, 1)
+    found, _ = find(tmp_path)
+    found.check_all_held(["weight", "half", "one", "exp_avg/weight", "new"])
+    found.check_all_held(["weight", "half", "one"], kinds=("model",))
+    with pytest.raises(CheckpointError, match=r"iter_0000001 is of another model: it holds half, one \(2 tensors\)"):
+        found.check_all_held(["weight"], kinds=("model",))

@@ -6,7 +6,8 @@ from pathlib import Path
 import torch
 
 from ...checkpoint import store
-from ...checkpoint.model_state import load_tensors
+from ...checkpoint.model_state import load_tensors, named_tensors
+from ...checkpoint.storage import MODEL
 from ...config import RunConfig, parse
 from ...data.build import build_tokenizer
 from ...data.tokenizers import Tokenizer, open_tokenizer
@@ -28,6 +29,7 @@ def load_for_inference(path: str | Path, device: torch.device, dtype: torch.dtyp
     found = open_run(path)
     run = stored_run(found)
     model = empty_model(run.model, context, dtype or (torch.bfloat16 if run.training.bf16 else torch.float32))
+    found.check_all_held((name for name, _ in named_tensors(model)), kinds=(MODEL,))
     load_tensors(model, found, str(found.path))
     return model, build_tokenizer(run.data, run.model.eos_token_id)
 
@@ -35,8 +37,8 @@ def load_for_inference(path: str | Path, device: torch.device, dtype: torch.dtyp
 def open_run(path: Path) -> store.Checkpoint:
     """The checkpoint that `path` is, or the newest valid one in it."""
     if path.name.startswith("iter_"):
-        return store.open_checkpoint(path, kinds=("model",))
-    found = store.find_newest(path, kinds=("model",))
+        return store.open_checkpoint(path, kinds=(MODEL,))
+    found = store.find_newest(path, kinds=(MODEL,))
     if found is None:
         raise ValueError(f"{path} holds neither a transformers model (config.json) nor a valid checkpoint of ours (iter_.../complete.json)")
     return found
