@@ -70,3 +70,21 @@ def test_permute_and_unpermute():
     assert permutation.slot.tolist() == [1, 4, 3, 0, 2, 5]
     x, weights = torch.randn(3, 2, dtype=torch.float64, requires_grad=True), torch.rand(3, 2, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x, w: unpermute(permute(x, permutation).cos(), w, permutation), (x, weights))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+def test_grouped_linear_on_a_gpu(counts):
+    draw = torch.Generator().manual_seed(0)
+    rows, weight, grad = (torch.randn(shape, generator=draw).to("cuda", torch.bfloat16)
+                          for shape in ((sum(counts), 64), (4, 128, 64), (sum(counts), 128)))
+    results = []
+    for product in (grouped_linear, looped_linear):
+        inputs = rows.clone().requires_grad_(), weight.clone().requires_grad_()
+        y = product(*inputs, torch.tensor(counts, device="cuda"))
+        results.append((y.detach(), *torch.autograd.grad(y, inputs, grad)))
+    for ours, loop in zip(*results, strict=True):
+        assert ours.shape == loop.shape and torch.isfinite(ours).all()
+        if ours.numel():
+            assert (ours - loop).abs().max() <= 2e-2 * loop.abs().max()
+    assert not results[0][2][[n for n, count in enumerate(counts) if count == 0]].any(), "an expert without rows has a gradient of zero"
