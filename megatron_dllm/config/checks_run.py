@@ -194,31 +194,6 @@ def best_is_measured(save_best: bool, interval: int | None) -> Fault | None:
     return Fault("without evaluation no checkpoint is the best", "set --eval-interval, or leave out --save-best", {"save_best": False})
 
 
-@check("save", "async_save", "save_interval", "save_total_limit", "save_retain_interval")
-def saving_has_a_folder(save: str | None, background: bool, interval: int | None, limit: int | None, retain: int | None) -> Fault | None:
-    if save or not (background or interval or limit or retain):
-        return None
-    return Fault("there is no folder to save to", "give --save DIR, or leave the others out",
-                 {"async_save": False, "save_interval": None, "save_total_limit": None, "save_retain_interval": None})
-
-
-@check("save_interval", "save_total_limit", "save_retain_interval")
-def retention_keeps_some(interval: int | None, limit: int | None, retain: int | None) -> Fault | None:
-    below = [value for value in (interval, limit, retain) if value is not None and value < 1]
-    if not below:
-        return None
-    return Fault(f"{below[0]} is below 1", "set them to 1 or more, or leave them out",
-                 {"save_interval": None, "save_total_limit": None, "save_retain_interval": None})
-
-
-@check("load", "override_opt_param_scheduler")
-def override_resumes(load: str | None, override: bool) -> Fault | None:
-    if load or not override:
-        return None
-    return Fault("there is no checkpoint whose schedule could be replaced", "give --load DIR, or leave out --override-opt-param-scheduler",
-                 {"override_opt_param_scheduler": False})
-
-
 @check("t_min", "t_max")
 def temperature_falls(t_min: float, t_max: float) -> Fault | None:
     if t_min <= t_max:

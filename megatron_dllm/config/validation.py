@@ -54,7 +54,7 @@ RANGES: dict[str, Range] = {
          "tensor_model_parallel_size",
          "context_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size",
          "distributed_timeout_minutes",
-         "log_interval", "save_interval", "save_hf_interval", "max_new_tokens", "max_denoising_steps"),
+         "log_interval", "save_interval", "save_retain_interval", "save_total_limit", "save_hf_interval", "max_new_tokens", "max_denoising_steps"),
         COUNT,
     ),
     **dict.fromkeys(
@@ -127,7 +127,9 @@ NEEDS = (
     Needs(("cp_comm_type", "cp_comm_type_sliding"), "--context-parallel-size above 1", lambda run: run.parallel.context_parallel_size > 1),
     Needs(("peak_tflops",), "--log-throughput", lambda run: run.logging.log_throughput),
     Needs(("wandb_exp_name",), "--wandb-project", lambda run: run.logging.wandb_project is not None),
-    Needs(("save_interval", "save_best"), "--save", lambda run: run.checkpoint.save is not None),
+    Needs(("save_interval", "save_best", "async_save", "save_retain_interval", "save_total_limit"), "--save",
+          lambda run: run.checkpoint.save is not None),
+    Needs(("override_opt_param_scheduler",), "--load", lambda run: run.checkpoint.load is not None),
     Needs(("save_hf_interval",), "--save-hf", lambda run: run.checkpoint.save_hf is not None),
 )  # fmt: skip
 
