@@ -181,6 +181,10 @@ class Trainer:
             logger.message(f"{self.context.world.size} processes; parameters are those of rank 0: {describe_layout(self.context)}")
         logger.message(f"device: {device}; {describe_peak(self._peak(), str(device))}")
         logger.message(f"model: {total:,} parameters, {trainable:,} trained, computing in {str(self.model.dtype).removeprefix('torch.')}")
+        for block in list(self.model.layers.values())[:1]:
+            logger.message(
+                f"experts: {self.run.moe.moe_token_dispatcher_type} over ep {self.context.ep.size}, etp {self.context.etp.size}; products by "
+                f"{block.moe.experts.product.__name__}")
         logger.message(f"data: {len(self.sources.train):,} training examples; iterations {start} to {self.total_iterations}")
         if self.run_dir is not None and self.context.world.rank == 0:
             (self.run_dir / "args.txt").write_text(to_arguments_text(self.run), encoding="utf-8")
