@@ -22,6 +22,21 @@ class ParallelConfig:
         "The same in sliding layers; halo: only the keys go that a window reaches.", "halo"
     )
     pipeline_model_parallel_size: int = flag("Ranks that share the layers.", 1)
+    pipeline_model_parallel_layout: str | None = flag(
+        "Which stage has what: E embedding, t attention layer, g gated-delta layer, m multi-token prediction, L final norm and loss; | "
+        "ends a virtual stage, (..)*k repeats. Without it stages are of equal size. Example: Ettt|tt||tL.",
+        None,
+    )
+    num_layers_per_virtual_pipeline_stage: int | None = flag(
+        "Layers of a virtual stage, of which each rank then has several. Without it a rank has one.", None
+    )
+    account_for_embedding_in_pipeline_split: bool = flag("Count the embedding as a layer where stages are of equal size.", False)
+    account_for_loss_in_pipeline_split: bool = flag("Count final norm and loss as a layer where stages are of equal size.", False)
+    microbatch_group_size_per_virtual_pipeline_stage: int | None = flag(
+        "Microbatches that pass a virtual stage before the rank's next one starts. Without it the fewest that work.", None
+    )
+    overlap_p2p_communication: bool = flag("Let messages between pipeline stages travel while their ranks compute.", True)
+    batch_p2p_communication: bool = flag("Start messages between pipeline stages that are due together as one operation.", True)
     expert_model_parallel_size: int = flag("Ranks that share the experts.", 1)
     expert_tensor_parallel_size: int = flag("Ranks that share each expert's matrices.", 1)
     use_distributed_optimizer: bool = flag("Share master weights and optimizer state over the data-parallel ranks.", False)

@@ -6,7 +6,7 @@ from dataclasses import MISSING, asdict, dataclass
 from typing import Any
 
 # The files of checks enter their rules into CHECKS.
-from megatron_dllm.config import checks_model, checks_moe, checks_run  # noqa: F401
+from megatron_dllm.config import checks_model, checks_moe, checks_pipeline, checks_run  # noqa: F401
 from megatron_dllm.config.check import CHECKS
 from megatron_dllm.config.model import ModelConfig
 from megatron_dllm.config.model_source import contradictions
@@ -14,9 +14,7 @@ from megatron_dllm.config.problems import Problem
 from megatron_dllm.config.run import FLAGS, RunConfig
 
 # Settings that are accepted by name and not built yet: field -> what is missing. A row goes when its feature comes.
-UNAVAILABLE = {
-    "pipeline_model_parallel_size": "pipeline parallelism is not available yet",
-}
+UNAVAILABLE: dict[str, str] = {}
 
 
 @dataclass(frozen=True)
@@ -54,6 +52,7 @@ RANGES: dict[str, Range] = {
          "tensor_model_parallel_size",
          "context_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size",
          "distributed_timeout_minutes",
+         "num_layers_per_virtual_pipeline_stage", "microbatch_group_size_per_virtual_pipeline_stage",
          "log_interval", "save_interval", "save_retain_interval", "save_total_limit", "save_hf_interval", "max_new_tokens", "max_denoising_steps"),
         COUNT,
     ),
@@ -124,6 +123,13 @@ NEEDS = (
     Needs(("lr_decay_iters", "min_lr"), "an --lr-decay-style that decays", lambda run: run.optimizer.lr_decay_style != "constant"),
     Needs(("lr_wsd_decay_iters", "lr_wsd_decay_style"), "--lr-decay-style WSD", lambda run: run.optimizer.lr_decay_style == "WSD"),
     Needs(("sequence_parallel",), "--tensor-model-parallel-size above 1", lambda run: run.parallel.tensor_model_parallel_size > 1),
+    Needs(("pipeline_model_parallel_layout", "num_layers_per_virtual_pipeline_stage", "account_for_embedding_in_pipeline_split",
+           "account_for_loss_in_pipeline_split", "microbatch_group_size_per_virtual_pipeline_stage", "overlap_p2p_communication",
+           "batch_p2p_communication"),
+          "--pipeline-model-parallel-size above 1", lambda run: run.parallel.pipeline_model_parallel_size > 1),
+    Needs(("num_layers_per_virtual_pipeline_stage", "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+          "stages of equal size (--pipeline-model-parallel-layout says what they are)",
+          lambda run: run.parallel.pipeline_model_parallel_layout is None),
     Needs(("cp_comm_type", "cp_comm_type_sliding"), "--context-parallel-size above 1", lambda run: run.parallel.context_parallel_size > 1),
     Needs(("peak_tflops",), "--log-throughput", lambda run: run.logging.log_throughput),
     Needs(("wandb_exp_name",), "--wandb-project", lambda run: run.logging.wandb_project is not None),

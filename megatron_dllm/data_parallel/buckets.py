@@ -204,11 +204,14 @@ class GradientBuckets:
 
 
 def _deal(parameters: Sequence[tuple[str, nn.Parameter]], bucket_elements: int) -> list[list[tuple[str, nn.Parameter]]]:
-    """Parameters from last to first, each with the neighbours of its kind (grid and dtype) until a bucket is full."""
+    """Parameters from last to first, each with the neighbours of its kind (grid and dtype) until a bucket is full.
+
+    A tied one has a bucket of its own, whose ranges are then the same wherever the parameter is.
+    """
     closed: list[list[tuple[str, nn.Parameter]]] = []
-    opened: dict[tuple[str, torch.dtype], list[tuple[str, nn.Parameter]]] = {}
+    opened: dict[tuple[str, torch.dtype, str | None], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in reversed(parameters):
-        kind = parameter.placement.grid, parameter.dtype
+        kind = parameter.placement.grid, parameter.dtype, parameter.placement.tied_to
         members = opened.setdefault(kind, [])
         members.append((name, parameter))
         if sum(p.numel() for _, p in members) >= bucket_elements:

@@ -64,8 +64,8 @@ class PipelineExecutor:
     after_chunk: Callable[[int], None] = lambda chunk: None
     progress: Progress = field(default_factory=Progress)
 
-    def run(self, schedule: Schedule, microbatches: Sequence[Any], shapes: EdgeShapes) -> list[Any]:
-        """Execute a step; the reports of the last stage in the order in which they came, none elsewhere.
+    def run(self, schedule: Schedule, microbatches: Sequence[Any], shapes: EdgeShapes) -> list[tuple[int, int, Any]]:
+        """Execute a step; (microbatch, loop, report) of the last stage's forwards, in this order, none elsewhere.
 
         Gradients are added to the parameters' own. Every rank of the pipeline calls this with the same schedule.
         """
@@ -79,7 +79,7 @@ class PipelineExecutor:
                 self.progress.end()
         self.transport.close()
         step.check_empty()
-        return step.reports
+        return sorted(step.reports, key=lambda report: report[:2])
 
 
 def batches(actions: Sequence[Action]) -> Iterator[list[Action]]:
@@ -97,7 +97,7 @@ class _Step:
     def __init__(self, executor: PipelineExecutor, schedule: Schedule, microbatches: Sequence[Any], shapes: EdgeShapes):
         self.executor, self.transport, self.microbatches, self.shapes = executor, executor.transport, microbatches, shapes
         self.pipeline, self.rank = schedule.pipeline, executor.transport.group.rank
-        self.reports: list[Any] = []
+        self.reports: list[tuple[int, int, Any]] = []
         # By (edge, microbatch, chunk, loop) of this rank's end: what has come, and what is to go.
         self.arrived: dict[tuple, Tensor] = {}
         self.leaving: dict[tuple, Tensor] = {}
@@ -159,7 +159,7 @@ class _Step:
         if output.hidden is not None:
             self.leaving[Edge.HIDDEN, microbatch, chunk, loop] = output.hidden
         else:
-            self.reports.append(output.report)
+            self.reports.append((microbatch, loop, output.report))
         if self.pipeline.self_conditioned[microbatch]:
             self._keep(output, microbatch, chunk, loop)
         if not self.pipeline.forward_only:

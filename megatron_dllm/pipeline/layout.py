@@ -118,6 +118,34 @@ def parse_layout(text: str, *, ranks: int, layers: str, mtp_depth: int = 0) -> S
     return _number(stages, ranks)
 
 
+def layer_letters(layer_types: Sequence[str]) -> str:
+    """One letter a layer, as a layout writes it."""
+    return "".join("g" if kind == "linear" else "t" for kind in layer_types)
+
+
+def choose_layout(
+    text: str | None,
+    *,
+    layers: str,
+    ranks: int,
+    layers_per_virtual_stage: int | None,
+    account_for_embedding: bool,
+    account_for_loss: bool,
+    mtp_depth: int,
+) -> StageLayout:
+    """The layout that `text` spells, or without one stages of equal size; ValueError where the layers do not fit."""
+    if text is not None:
+        return parse_layout(text, ranks=ranks, layers=layers, mtp_depth=mtp_depth)
+    return derive_layout(
+        layers=layers,
+        ranks=ranks,
+        layers_per_virtual_stage=layers_per_virtual_stage,
+        account_for_embedding=account_for_embedding,
+        account_for_loss=account_for_loss,
+        mtp_depth=mtp_depth,
+    )
+
+
 def letters_in(text: str) -> str:
     """The letters of a layout with its repetitions written out and without its stages: for planning a layout without a model."""
     return "".join(letter for letter, _ in _expand(text) if letter != "|")

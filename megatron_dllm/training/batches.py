@@ -79,7 +79,8 @@ class BatchMaker:
         """Microbatch `number` of a data-parallel rank with its tokens read and corrupted, on the CPU."""
         objective, model, microbatch = self.run.objective, self.run.model, plan.microbatches[rank][number]
         # Ranks that share experts dispatch together: a loop that one of them runs is run by all, with nothing in it where there is nothing.
-        shares_experts = self.context.ep.size * self.context.etp.size > 1
+        # So do the copies of a pipeline: then their ranks of one stage have one action list.
+        together = self.context.ep.size * self.context.etp.size * self.context.pp.size > 1
         tokens = [self.source.tokens(example.index) for example in microbatch.examples]
         streams = build_streams(
             microbatch, tokens, objective, plan.denominators, vocab_size=model.vocab_size, fill_token=model.fill_token_id)
@@ -88,7 +89,7 @@ class BatchMaker:
             uniform_null=objective.self_conditioning_null == "uniform",
             leave_one_out=objective.diffusion_loss in ("loo", "reweighted-loo"), split=SequenceSplit.of(self.context),
             context_split=ContextSplit.of(self.context, self.run.parallel, objective),
-            second_loop=shares_experts and plan.second_loop(number))
+            second_loop=together and plan.second_loop(number))
 
 
 @dataclass(frozen=True)

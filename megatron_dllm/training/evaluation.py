@@ -14,6 +14,7 @@ from ..diffusion.sampler import CounterDraws, generate
 from ..generation.text import decode_tokens
 from ..models.diffusion_gemma.inference import Session
 from ..models.diffusion_gemma.model import DiffusionGemma
+from ..models.diffusion_gemma.stages import ModelPipeline
 from .batches import BatchMaker
 from .step import loss_metrics, sum_terms
 
@@ -22,15 +23,15 @@ END_OF_SCHEDULE = 1 << 62
 
 
 @torch.no_grad()
-def evaluate(model: DiffusionGemma, maker: BatchMaker, num_rows: int) -> dict[str, float]:
+def evaluate(model: DiffusionGemma, maker: BatchMaker, num_rows: int, pipeline: ModelPipeline | None = None) -> dict[str, float]:
     """Mean losses over the first rows of the source, as one batch: the same rows and draws every time."""
     rows = evaluation_rows(maker, num_rows)
     batch = maker.batch(rows, iteration=END_OF_SCHEDULE)
-    total = None
-    for inputs in batch.microbatches():
+    total = None if pipeline is None else pipeline.evaluate(list(batch.microbatches()))
+    for inputs in batch.microbatches() if pipeline is None else ():
         terms = model(to_device(inputs, model.context.device))
         total = terms if total is None else total + terms
-    return loss_metrics(sum_terms(total, model.context.dp_cp))
+    return loss_metrics(sum_terms(sum_terms(total, model.context.dp_cp), model.context.pp))
 
 
 def evaluation_rows(maker: BatchMaker, num_rows: int) -> range:

@@ -15,6 +15,7 @@ from ..data.tokenizers import Tokenizer
 from ..diffusion.random import Stream
 from ..models.diffusion_gemma.build import build_model
 from ..models.diffusion_gemma.model import DiffusionGemma
+from ..models.diffusion_gemma.stages import ModelPipeline, build_pipeline
 from ..moe.balance import balance_metrics
 from ..parallel import ParallelContext, Watchdog, communication
 from .batches import BatchMaker, PreparedBatch, training_batches
@@ -58,6 +59,7 @@ class Trainer:
     train: BatchMaker
     valid: BatchMaker | None
     model: DiffusionGemma
+    pipeline: ModelPipeline | None
     optimizer: MasterOptimizer
     schedule: LearningRateSchedule
     total_iterations: int
@@ -76,7 +78,7 @@ class Trainer:
         model = build_model(run, context)
         folder = run.logging.run_dir or run.checkpoint.save
         optimizer = MasterOptimizer(model, run.optimizer, context, distributed=run.parallel.use_distributed_optimizer)
-        return cls(run, context, tokenizer, sources, train, valid, model, optimizer,
+        return cls(run, context, tokenizer, sources, train, valid, model, build_pipeline(model, run), optimizer,
                    LearningRateSchedule.from_config(run.optimizer, total), total, Path(folder) if folder else None)
 
     def fit(self) -> None:
@@ -99,7 +101,7 @@ class Trainer:
             for prepared in training_batches(self.train, start_iteration=start, iterations=self.total_iterations):
                 profiler.before_step(iteration)
                 self.model.train()
-                result = train_step(self.model, self.optimizer, prepared.inputs, self.schedule.at(iteration))
+                result = train_step(self.model, self.optimizer, prepared.inputs, self.schedule.at(iteration), pipeline=self.pipeline)
                 mark = self._measure(prepared, meter, mark)
                 self._note_skipped(result, prepared, iteration, skipped, logger)
                 iteration += 1
@@ -154,9 +156,10 @@ class Trainer:
         if self.valid is None or (iteration % training.eval_interval and iteration != self.total_iterations):
             return
         self.model.eval()
-        metrics = evaluate(self.model, self.valid, training.eval_iters * training.global_batch_size)
+        metrics = evaluate(self.model, self.valid, training.eval_iters * training.global_batch_size, self.pipeline)
         logger.log_evaluation(iteration, metrics)
-        if self.run.objective.objective != "ar":
+        # No rank of a pipeline has the whole model that generation needs.
+        if self.run.objective.objective != "ar" and self.pipeline is None:
             for sample in sample_generations(self.model, self.run, self.sources.valid, self.tokenizer, LOGGED_GENERATIONS):
                 logger.log_generation(iteration, sample.prompt, sample.generated)
         saver.after_evaluation(iteration, metrics)

@@ -11,6 +11,7 @@ import torch
 from ..diffusion.inputs import MTP_GROUP, NOISE_BINS, MicrobatchInputs, to_device
 from ..diffusion.losses import LossTerms
 from ..models.diffusion_gemma.model import DiffusionGemma
+from ..models.diffusion_gemma.stages import ModelPipeline
 from ..moe.replay import ReplayReport
 from ..parallel import Group, communication
 from .logging import noise_level_name
@@ -35,12 +36,15 @@ class StepResult:
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
-def train_step(model: DiffusionGemma, optimizer: MasterOptimizer, microbatches: Sequence[MicrobatchInputs], lr: float) -> StepResult:
-    """Run the step on this rank's microbatches. A loss or gradient that is not finite leaves weights and moments as they were.
+def train_step(model: DiffusionGemma, optimizer: MasterOptimizer, microbatches: Sequence[MicrobatchInputs], lr: float, *,
+               pipeline: ModelPipeline | None = None) -> StepResult:
+    """Run the step on this rank's microbatches, through the `pipeline` that the model is a part of, if it is.
+
+    A loss or gradient that is not finite leaves weights and moments as they were.
 
     ReplayError, before the update, if what MoE layers recorded for their recompute has changed.
     """
-    total = forward_backward(model, optimizer, microbatches)
+    total = forward_backward(model, optimizer, microbatches, pipeline)
     replay = None
     if model.recompute.parts:
         replay = model.recompute.monitor.report()
@@ -57,8 +61,20 @@ def train_step(model: DiffusionGemma, optimizer: MasterOptimizer, microbatches: 
     return result
 
 
-def forward_backward(model: DiffusionGemma, optimizer: MasterOptimizer, microbatches: Sequence[MicrobatchInputs]) -> LossTerms:
+def forward_backward(model: DiffusionGemma, optimizer: MasterOptimizer, microbatches: Sequence[MicrobatchInputs],
+                     pipeline: ModelPipeline | None = None) -> LossTerms:
     """The global batch's losses; finished gradients are left in the optimizer's buckets."""
+    if pipeline is None:
+        total = _one_after_the_other(model, optimizer, microbatches)
+    else:
+        total = pipeline.train(microbatches)
+        # A parameter has several backwards a microbatch here (two loops, head and embedding), so that none of them is the last.
+        optimizer.buckets.last_microbatch()
+    optimizer.finish_gradients()
+    return sum_terms(sum_terms(total, model.context.dp_cp), model.context.pp)
+
+
+def _one_after_the_other(model: DiffusionGemma, optimizer: MasterOptimizer, microbatches: Sequence[MicrobatchInputs]) -> LossTerms:
     total = None
     for number, inputs in enumerate(microbatches):
         terms = model(to_device(inputs, model.context.device))
@@ -66,8 +82,7 @@ def forward_backward(model: DiffusionGemma, optimizer: MasterOptimizer, microbat
             optimizer.buckets.last_microbatch()
         terms.total.backward()
         total = terms.detach() if total is None else total + terms.detach()
-    optimizer.finish_gradients()
-    return sum_terms(total, model.context.dp_cp)
+    return total
 
 
 def sum_terms(terms: LossTerms, group: Group) -> LossTerms:

@@ -94,7 +94,7 @@ class AffineStage(nn.Module):
             return StageOutput(hidden=y, contexts=contexts)
         loss = (y * microbatch.weights[:len(y)]).sum()
         soft = y.detach()[:len(y) // 2, :case.hidden] * self.embedding if loop == 0 else None
-        return StageOutput(loss=loss, soft_embedding=soft, contexts=contexts, report=(key, loss.detach()))
+        return StageOutput(loss=loss, soft_embedding=soft, contexts=contexts, report=loss.detach())
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def pipelined(case: AffineCase, context: ParallelContext, tamper=lambda schedule
     executor = PipelineExecutor(stages, PointToPoint(context.pp, case.batched), context.device)
     reports = executor.run(
         tamper(schedule, rank), microbatches(case, context.tp.rank), EdgeShapes(case.hidden, tokens, case.streams, "float64"))
-    return outcome(stages, dict(reports))
+    return outcome(stages, {(number, loop): loss for number, loop, loss in reports})
 
 
 def compare(rank: int, case: AffineCase, tamper=lambda schedule, rank: schedule) -> dict[str, int]:

@@ -11,17 +11,20 @@ from ...parallel import ParallelContext
 from ...tensor_parallel.initialization import Constant, Init, Initializer
 from ...transformer.recompute import Recompute
 from .model import DiffusionGemma
+from .stages import model_layout
 from .transformers_directory import TransformersDirectory
 
 UNSET = Constant(0.0)  # for weights that are loaded right after
 
 
 def build_model(run: RunConfig, context: ParallelContext, *, init: Init | None = None, dtype: torch.dtype | None = None) -> DiffusionGemma:
-    """The model of a run with initial weights; frozen parts ask for no gradient and are held in the compute dtype."""
+    """The model of a run, or this rank's part of it, with initial weights; frozen parts ask for no gradient and are held in the compute
+    dtype."""
+    part = model_layout(run).part(context.pp.rank) if context.pp.size > 1 else None
     model = DiffusionGemma(
         run.model, context=context, init=init or Initializer(run.training.seed, run.model.init_method_std),
         dtype=dtype or (torch.bfloat16 if run.training.bf16 else torch.float32),
-        recompute=Recompute.from_config(run.training, run.moe), moe=run.moe)
+        recompute=Recompute.from_config(run.training, run.moe), moe=run.moe, part=part)
     if run.objective.freeze_router:
         for block in (*model.layers.values(), *(depth.block for depth in model.mtp)):
             for parameter in block.moe.router.parameters():

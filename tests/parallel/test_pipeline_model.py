@@ -1,0 +1,46 @@
+"""The model over pipelines against one process (float64): losses, every gradient, the norm, and evaluation."""
+
+import pytest
+
+from tests.parallel.pipeline_cases import ALL, NONE, PipelineCase, compare
+
+TOLERANCE = 1e-10
+
+
+def sizes(**sizes):
+    return tuple(sizes.items())
+
+
+PP2 = sizes(world=2, pp=2)
+CASES = {
+    "pp2, some": PipelineCase(PP2, "Et|ttL"),
+    "pp2, all": PipelineCase(PP2, "Ett|tL", (ALL,)),
+    "pp2, none": PipelineCase(PP2, "Et|ttL", (NONE,)),
+    "pp2 vpp2, recompute": PipelineCase(PP2, "E|t|t|tL", recompute=frozenset({"block"})),
+    "pp2 vpp3 with an empty stage, mhc": PipelineCase(PP2, "Et|t||t||L", mhc=True),
+    "pp2 with a gated-delta layer": PipelineCase(PP2, "Eg|ttL", linear=True),
+    "pp4": PipelineCase(sizes(world=4, pp=4), "E|t|tt|L"),
+    "pp2 dp2, distributed optimizer": PipelineCase(sizes(world=4, pp=2), "Et|ttL", ("1100", "A000"), distributed_optimizer=True),
+    "tp2 sp pp2": PipelineCase(sizes(world=4, pp=2, tp=2), "Et|ttL", sequence_parallel=True),
+    "cp2 pp2": PipelineCase(sizes(world=4, pp=2, cp=2), "Et|ttL"),
+    "ep2 pp2": PipelineCase(sizes(world=4, pp=2, ep=2), "Et|ttL", ("100", "010")),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_model_pipeline(world, case):
+    for rank, found in enumerate(world.run(compare, case, size=case.topology.world)):
+        assert found.difference <= TOLERANCE, f"rank {rank}: {found}"
+        assert max(found.loss, found.norm, found.evaluation) <= TOLERANCE, f"rank {rank}: {found}"
+        assert found.gradients > 0 and found.messages > 0
+
+
+def forget_the_tie(model, context):
+    """As if the embeddings of the first and the last stage were two parameters."""
+    for parameter in model.parameters():
+        object.__setattr__(parameter.placement, "tied_to", None)
+
+
+def test_tied_embeddings_are_summed(world):
+    found = world.run(compare, PipelineCase(PP2, "Et|ttL"), forget_the_tie, size=2)
+    assert all(rank.worst == "embedding.weight" and rank.difference > 1e-3 for rank in found), found
