@@ -40,8 +40,9 @@ class HaloPlan:
         received = all_to_all(torch.cat([rows.take(own) for rows in self.send]), self.send_counts, self.receive_counts, cp)
         at_hand = torch.cat([own[:self.num_held], received, own[self.num_held:]])
         if len(query) == 0:
-            # No row, but a way back to the keys: the other ranks wait for our part of the backward's exchange.
-            return torch.cat([query, at_hand[:0, :1].expand(-1, query.shape[1], -1)])
+            # No row, but a way back to the keys: the other ranks wait for our part of the backward's exchange. A product, since it saves
+            # its factors: a recompute goes as far as the last tensor saved, and has to get beyond the forward's exchange as theirs does.
+            return query * at_hand[:0, :1].expand(-1, query.shape[1], -1)
         return attend(query, *unstacked(at_hand), self.attention)
 
 

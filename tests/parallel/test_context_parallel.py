@@ -126,6 +126,7 @@ CASES = {
     "cp2 causal": Case(**CAUSAL),
     "cp2 recompute block": Case(recompute=frozenset(["block"])),
     "cp2 recompute core_attn": Case(recompute=frozenset(["core_attn"]), types=("halo", "all_gather")),
+    "cp2 one whole canvas, recompute core_attn": Case(objective=CONDITIONED_ALL, lengths=((5, 3),), recompute=frozenset(["core_attn"])),
     "cp2 supervision on rank 0": Case(supervised=(0, 2), objective=ALWAYS, lengths=((9, 12),)),
     "cp2 leave one out": Case(objective=ObjectiveConfig(diffusion_loss="loo", self_conditioning_null="uniform")),
     "cp4": Case(size=4, objective=ALWAYS),
