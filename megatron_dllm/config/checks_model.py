@@ -259,14 +259,6 @@ def linear_heads_over_ranks(types: tuple[str, ...], key_heads: int, tp: int, cp:
                  {"tensor_model_parallel_size": 1, "context_parallel_size": 1})  # fmt: skip
 
 
-@check("layer_types", "context_parallel_size")
-def linear_layers_need_the_sequence(types: tuple[str, ...], cp: int) -> Fault | None:
-    if "linear" not in types or cp == 1:
-        return None
-    return Fault("linear layers cannot share a sequence over ranks yet", "set --context-parallel-size 1, or layers of other types",
-                 {"context_parallel_size": 1})  # fmt: skip
-
-
 @check("layer_types", "enable_mhc_connections", "save_hf")
 def export_is_expressible(types: tuple[str, ...], mhc: bool, save_hf: str | None) -> Fault | None:
     if save_hf is None or not mhc and "linear" not in types:

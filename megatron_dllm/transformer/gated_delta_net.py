@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import ModelConfig
+from ..context_parallel.heads import heads_of
 from ..parallel import ParallelContext, place
 from ..tensor_parallel import ColumnParallelLinear, RowParallelLinear, column_linear
 from ..tensor_parallel.initialization import Constant, Init, make_parameter
@@ -40,13 +41,14 @@ class GatedDeltaNet(nn.Module):
         y = Wo (norm(o) * silu(Wz x)), q and k of length 1
 
     Heads are cut over tp: q_proj, k_proj, v_proj, z_proj, a_proj, b_proj, the convolutions [channels, K], A_log and dt_bias [h] by output,
-    o_proj by input. A_log and dt_bias are held in at least fp32; decay, state and output are computed in it.
+    o_proj by input. Under context parallelism a rank trades its tokens for all tokens of a share of these heads, of which it then has
+    states and tails too. A_log and dt_bias are held in at least fp32; decay, state and output are computed in it.
     """
 
     def __init__(self, name: str, config: ModelConfig, layer: int, *, context: ParallelContext, init: Init, dtype: torch.dtype,
                  recompute: Recompute):
         super().__init__()
-        self.recompute = recompute
+        self.recompute, self.cp = recompute, context.cp
         self.key_dim, self.value_dim = config.linear_key_head_dim, config.linear_value_head_dim
         heads, kernel = config.linear_num_value_heads, config.linear_conv_kernel_dim
         self.repeats, self.kernel = heads // config.linear_num_key_heads, kernel
@@ -77,26 +79,43 @@ class GatedDeltaNet(nn.Module):
         projections = (self.q_proj, self.k_proj, self.v_proj, self.z_proj, self.a_proj, self.b_proj)
         q, k, v, z, a, b = column_linear(
             x, [p.weight for p in projections], tp=self.q_proj.tp, sequence_parallel=self.q_proj.sequence_parallel)
+        sizes = (self.key_dim, self.key_dim, self.value_dim, 1, 1)
+        q, k, v, a, b = (self._of_our_heads(t, size, layer_pass) for t, size in zip((q, k, v, a, b), sizes, strict=True))
         mixed, tails = self._with_tails(torch.cat([q, k, v], -1), layer_pass, earlier)
-        initial = self._initial_states(mixed, earlier)
+        initial = self._initial_states(mixed, layer_pass, earlier)
         out, kept_state = self.recompute("core_attn", self._mix, mixed, a, b, initial, layer_pass)
-        heads = F.pad(out, (0, 0, 0, 0, 0, len(z) - layer_pass.num_tokens)).to(z.dtype)  # rows of fill
+        out = out if layer_pass.trade is None else layer_pass.trade.to_tokens(out, self.cp)
+        heads = F.pad(out, (0, 0, 0, 0, 0, len(z) - len(out))).to(z.dtype)  # rows of fill
         gated = self.norm(heads) * F.silu(z.unflatten(-1, (-1, self.value_dim)))
         kept = None if kept_state is None else GatedDeltaContext(kept_state, tails)
         return self.o_proj(gated.flatten(1)), kept
 
+    def _of_our_heads(self, x: Tensor, size: int, plan: GatedDeltaPlan) -> Tensor:
+        """[all tokens, our heads * size] from the rows of our tokens [.., heads * size], fill at their end."""
+        if plan.trade is None:
+            return x[:plan.num_tokens]
+        own = x[:plan.trade.counts[self.cp.rank]]
+        return plan.trade.to_heads(own.unflatten(1, (-1, size)), self.cp).flatten(1)
+
+    def _for_our_heads(self, parameter: Tensor, size: int, plan: GatedDeltaPlan) -> Tensor:
+        """The part [our heads * size, ...] of a parameter of all heads of this tp rank."""
+        if plan.trade is None:
+            return parameter
+        heads = len(parameter) // size
+        own = heads_of(self.cp.rank, self.cp.size, heads)
+        return parameter[own.start * size:own.stop * size]
+
     def _with_tails(self, rows: Tensor, plan: GatedDeltaPlan, earlier: GatedDeltaContext | None) -> tuple[Tensor, Tensor | None]:
         """Every run with the K-1 rows before it, and the tails to keep [S, K-1, channels]."""
-        tokens = rows[:plan.num_tokens]
-        known = [rows.new_zeros(1, rows.shape[1]), *([] if earlier is None else [earlier.tail.flatten(0, 1)]), tokens]
+        known = [rows.new_zeros(1, rows.shape[1]), *([] if earlier is None else [earlier.tail.flatten(0, 1)]), rows]
         known = torch.cat(known)
         kept = None if plan.kept_tails is None else known[plan.kept_tails].unflatten(0, (len(plan.kept_states), self.kernel - 1))
         # Rows may be in several tails, and gradients of these few are added up; the tokens themselves are only moved.
-        return take_distinct(torch.cat([known[plan.tails], tokens]), plan.unrolled), kept
+        return take_distinct(torch.cat([known[plan.tails], rows]), plan.unrolled), kept
 
-    def _initial_states(self, rows: Tensor, earlier: GatedDeltaContext | None) -> Tensor:
+    def _initial_states(self, rows: Tensor, plan: GatedDeltaPlan, earlier: GatedDeltaContext | None) -> Tensor:
         """[1 + S, h, k, v]: zero, then the kept ones."""
-        shape = (1, len(self.A_log), self.key_dim, self.value_dim)
+        shape = (1, len(self._for_our_heads(self.A_log, 1, plan)), self.key_dim, self.value_dim)
         zero = torch.zeros(shape, dtype=accumulation_dtype(rows.dtype), device=rows.device)
         return zero if earlier is None else torch.cat([zero, earlier.state])
 
@@ -104,14 +123,15 @@ class GatedDeltaNet(nn.Module):
         """o [T, h, v] and the states to keep."""
         if plan.num_tokens == 0:
             return initial.new_zeros(0, *initial.shape[1::2]), None if plan.kept_states is None else initial[plan.kept_states]
-        weight = torch.cat([self.q_conv, self.k_conv, self.v_conv])
+        sizes = {"q_conv": self.key_dim, "k_conv": self.key_dim, "v_conv": self.value_dim, "A_log": 1, "dt_bias": 1}
+        *weights, rates, bias = (self._for_our_heads(getattr(self, name), size, plan) for name, size in sizes.items())
+        weight = torch.cat(weights)
         convolved = short_convolution(take_windows(unrolled, self.kernel), weight, plan.token_rows - (self.kernel - 1))
-        keys = len(self.q_conv)
-        q, k, v = F.silu(convolved).split([keys, keys, len(self.v_conv)], -1)
+        q, k, v = F.silu(convolved).split([len(part) for part in weights], -1)
         q, k = normalize_pair(*(t.unflatten(-1, (-1, self.key_dim)) for t in (q, k)))
         q, k = (t.repeat_interleave(self.repeats, 1) for t in (q, k))
-        v, a, b = v.unflatten(-1, (-1, self.value_dim)), a[:plan.num_tokens], b[:plan.num_tokens]
-        decay = -at_least_fp32(self.A_log).exp() * F.softplus(at_least_fp32(a) + at_least_fp32(self.dt_bias))
+        v = v.unflatten(-1, (-1, self.value_dim))
+        decay = -at_least_fp32(rates).exp() * F.softplus(at_least_fp32(a) + at_least_fp32(bias))
         chunks = [_in_chunks(t, plan) for t in (q, k, v, decay, at_least_fp32(b).sigmoid())]
         out, states = chunked_gated_delta_rule(*chunks, initial, plan.levels)
         return take_distinct(out.flatten(0, 1), plan.places), None if plan.kept_states is None else states[plan.kept_states]

@@ -15,7 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..context_parallel.heads import to_heads, to_tokens
+from ..parallel import Group
 from .gated_delta_rule import CHUNK, Level
+from .rows import Rows
 from .visibility import Visibility
 
 NOTHING = 0  # the origin of a run that starts from nothing; 1 + c: from kept state c; 1 + num_contexts + r: from the end of run r
@@ -72,6 +75,30 @@ def appended_runs(counts: Sequence[int], has_contexts: bool) -> Runs:
 
 
 @dataclass(frozen=True)
+class TokenTrade:
+    """Own tokens of all heads against all tokens of own heads, over cp. counts: tokens by rank; order: where the pass's j-th token stands
+    among the rows of rank 0, 1, ...; places: the inverse."""
+
+    counts: tuple[int, ...]
+    order: Rows
+    places: Rows
+
+    def to_heads(self, x: Tensor, cp: Group) -> Tensor:
+        """All tokens of our heads from own tokens [n, heads, d]."""
+        return self.order.take(to_heads(x, self.counts, cp))
+
+    def to_tokens(self, x: Tensor, cp: Group) -> Tensor:
+        """The inverse."""
+        return to_tokens(self.places.take(x), self.counts, cp)
+
+
+def tokens_by_rank(clean: Sequence[np.ndarray], canvas: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """The numbers in [clean ; canvas] of each rank's tokens, from those of its clean and of its canvas tokens, each counted from 0."""
+    num_clean = sum(map(len, clean))
+    return [np.concatenate([own, num_clean + others]) for own, others in zip(clean, canvas, strict=True)]
+
+
+@dataclass(frozen=True)
 class GatedDeltaPlan:
     """Runs on the device, R of them, for a convolution over K tokens and chunks of L.
 
@@ -81,6 +108,7 @@ class GatedDeltaPlan:
     token_rows    int64 [T]: where the tokens stand in the unrolled rows
     places        int64 [T]: where they stand in the chunks, [num_chunks * L]
     levels        the chunks by the number of chunks before them
+    trade         None: this rank has all tokens
     kept_states   int64 [S], among [zero ; kept states ; ends of chunks]; kept_tails int64 [S (K-1)], among the same as `tails`; or None
     """
 
@@ -93,10 +121,11 @@ class GatedDeltaPlan:
     levels: tuple[Level, ...]
     kept_states: Tensor | None
     kept_tails: Tensor | None
+    trade: TokenTrade | None
 
 
-def gated_delta_plan(runs: Runs, kernel: int, device: torch.device) -> GatedDeltaPlan:
-    """The plan of one pass; `kernel` is K."""
+def gated_delta_plan(runs: Runs, kernel: int, device: torch.device, parts: Sequence[np.ndarray] | None = None) -> GatedDeltaPlan:
+    """The plan of one pass; `kernel` is K. `parts`: by rank of cp, the numbers of its tokens, of which together the pass consists."""
     before, initial = kernel - 1, 1 + runs.num_contexts
     starts = np.cumsum(runs.lengths) - runs.lengths
     tokens = 1 + runs.num_contexts * before  # the first token's row among [a row of zeros ; kept tails ; tokens]
@@ -117,10 +146,14 @@ def gated_delta_plan(runs: Runs, kernel: int, device: torch.device) -> GatedDelt
     if runs.kept is not None:
         kept_states = _tensor([state_of[origin] for origin in runs.kept], device)
         kept_tails = _tensor(_joined([tail_of[origin] for origin in runs.kept]), device)
+    trade = None
+    if parts is not None:
+        order = np.argsort(np.concatenate(parts))
+        trade = TokenTrade(tuple(map(len, parts)), Rows.of(order, device), Rows.of(np.argsort(order), device))
     return GatedDeltaPlan(
         int(sum(runs.lengths)), _tensor(_joined(tails), device), _tensor(_joined(unrolled), device), _tensor(token_rows, device),
         _tensor(places, device), levels[-1].stop if levels else 0,
-        tuple(Level(level.start, level.stop, level.parents.to(device)) for level in levels), kept_states, kept_tails)
+        tuple(Level(level.start, level.stop, level.parents.to(device)) for level in levels), kept_states, kept_tails, trade)
 
 
 def _chunks(runs: Runs, initial: int) -> tuple[np.ndarray, tuple[Level, ...], list[int]]:

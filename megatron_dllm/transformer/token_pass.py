@@ -13,7 +13,7 @@ from ..context_parallel.plan import ShardedPlan, Shards, sharded_plan
 from ..moe.balance import RoutedTokens
 from ..parallel import ParallelContext
 from .core_attention import AttentionPlan, attention_plan
-from .gated_delta_plan import GatedDeltaPlan, Runs, gated_delta_plan
+from .gated_delta_plan import GatedDeltaPlan, Runs, gated_delta_plan, tokens_by_rank
 from .rotary import RotaryTable, inverse_frequencies, rotary_table
 from .visibility import Visibility
 
@@ -125,7 +125,8 @@ def token_pass(config: ModelConfig, visibility: Mapping[str, Visibility], positi
             rotary_table(where, layer_frequencies(config, kind, device)), plan,
             None if kept is None else torch.from_numpy(kept[kind]).to(device))
     if runs is not None:
-        layers["linear"] = gated_delta_plan(runs, config.linear_conv_kernel_dim, device)
+        parts = None if shards is None else tokens_by_rank(shards["full"].clean, shards["full"].canvas)
+        layers["linear"] = gated_delta_plan(runs, config.linear_conv_kernel_dim, device, parts)
     return TokenPass(num_clean, len(positions) - num_clean, layers, split, routed)
 
 

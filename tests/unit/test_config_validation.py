@@ -90,7 +90,6 @@ CASES: list[tuple[str, dict, int, str]] = [
     ("streams_to_recompute", {"recompute_granularity": "selective", "recompute_modules": ("mhc",)}, 1, "set --enable-mhc-connections, or"),
     ("linear_heads", {"linear_num_key_heads": 5, "layer_types": LINEAR}, 1, "32 value heads do not share 5 key heads evenly"),
     ("linear_heads_over_ranks", {"layer_types": LINEAR, "linear_num_key_heads": 1, "tensor_model_parallel_size": 2}, 2, "1 key heads of"),
-    ("linear_layers_need_the_sequence", {"layer_types": LINEAR, "context_parallel_size": 2}, 2, "set --context-parallel-size 1, or layers"),
     ("export_is_expressible", {"enable_mhc_connections": True, "save_hf": "h"}, 1, "the residual streams of mHC; leave --save-hf out"),
     ("export_is_expressible", {"layer_types": LINEAR, "save_hf": "h"}, 1, "with linear layers"),
     ("gated_delta_kernels", {"gdn_kernel_backend": "fla"}, 1, "not available yet; set --gdn-kernel-backend torch"),
