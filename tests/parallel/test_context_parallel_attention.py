@@ -14,7 +14,7 @@ from megatron_dllm.parallel import Topology, communication, create_context
 from megatron_dllm.transformer.core_attention import attend_dense
 from tests.unit.test_core_attention import random_inputs
 from tests.unit.test_visibility import layout
-from tools.verification.canvas_traffic import Traffic, canvas_traffic, traffic_figures
+from tools.verification.canvas_traffic import Traffic, traffic_figures, traffic_of_rank
 
 CPU = torch.device("cpu")
 TOLERANCE = 1e-12
@@ -138,14 +138,10 @@ def test_a_planted_fault_is_seen(world, fault, kind, documents):
         assert max(worst[comm_type] for worst in results) > 1e-3, comm_type
 
 
-def traffic(rank, size):
-    return canvas_traffic(create_context(Topology(world=size, cp=size), rank=rank, device=CPU, sequence_parallel=False))
-
-
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_canvas_sends_bytes_by_its_own_length(world, size):
     """Twice the canvas, twice the bytes; four times the sequence, not one byte more. The clean stream grows with the sequence."""
-    for rows in world.run(traffic, size, size=size):
+    for rows in world.run(traffic_of_rank, size, size=size):
         print(*rows, sep="\n")
         assert all(figure.holds for figure in traffic_figures(rows)) and rows[0].canvas_bytes > 0
         by_size = {(row.clean_tokens, row.canvas_tokens): row for row in rows}

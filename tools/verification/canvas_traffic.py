@@ -9,8 +9,9 @@ import torch
 
 from megatron_dllm.context_parallel.layout import SequenceLayout
 from megatron_dllm.context_parallel.plan import Shards, sharded_plan
-from megatron_dllm.parallel import ParallelContext
+from megatron_dllm.parallel import ParallelContext, Topology, create_context
 from megatron_dllm.transformer.visibility import CLEAN, Visibility
+from tests.parallel.world import World
 
 from .table import Figure
 
@@ -35,6 +36,20 @@ class Traffic:
 def canvas_traffic(context: ParallelContext, sizes: Sequence[tuple[int, int]] = SIZES) -> list[Traffic]:
     """One layer's attention for each of the sizes. Every rank of cp calls it."""
     return [_traffic(context, clean, canvas) for clean, canvas in sizes]
+
+
+def measure(ranks: int) -> list[Traffic]:
+    """Rank 0's traffic over so many gloo processes, started for it."""
+    world = World(ranks)
+    try:
+        return world.run(traffic_of_rank, ranks)[0]
+    finally:
+        world.close()
+
+
+def traffic_of_rank(rank: int, ranks: int) -> list[Traffic]:
+    """On each process of a world of as many."""
+    return canvas_traffic(create_context(Topology(world=ranks, cp=ranks), rank=rank, device=torch.device("cpu"), sequence_parallel=False))
 
 
 def _traffic(context: ParallelContext, clean_tokens: int, canvas_tokens: int) -> Traffic:

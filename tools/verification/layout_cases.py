@@ -57,6 +57,8 @@ LAYOUTS = (
     Layout("cp2", 2, sizes(cp=2)),
     Layout("cp4", 4, sizes(cp=4)),
     Layout("cp2, all canvases", 2, sizes(cp=2), objective={"canvases_scored": "all"}),
+    Layout("cp2 all_gather", 2, replace(sizes(cp=2), cp_comm_type="all_gather")),
+    Layout("cp2 a2a", 2, replace(sizes(cp=2), cp_comm_type="a2a", cp_comm_type_sliding="a2a")),
     Layout("ep2", 2, sizes(ep=2)),
     Layout("ep4 over dp4", 4, sizes(ep=4)),
     Layout("etp2", 2, sizes(etp=2)),

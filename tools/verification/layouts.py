@@ -26,10 +26,11 @@ import torch.distributed as dist
 from megatron_dllm.config import ParallelConfig
 from megatron_dllm.parallel import ParallelContext, initialize
 from megatron_dllm.parallel.launch import launched
-from verification import parity
+from verification import canvas_traffic, parity
 from verification.layout_cases import LAYOUTS, Case, Layout, covering_array, product
 from verification.layout_compare import FAULTS, Outcome, run_case
 from verification.layout_training import Trace, reference_trace
+from verification.table import print_figures
 
 TIMEOUT_MINUTES = 5.0
 HEADER = (f"{'':7}{'layout · objective · lengths · accumulation · recompute':104}{'loss':>9}{'gradient':>10} {'(worst parameter)':50}"
@@ -61,6 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
     outcomes: list[dict] = []
     for size in sorted({layout.processes for layout in available}):
         outcomes += run_worlds(size, arguments)
+    if any(layout.parallel.context_parallel_size > 1 for layout in available):
+        missed += print_figures("canvas traffic", canvas_traffic.traffic_figures(canvas_traffic.measure(2)))
     for layout in chosen:
         if layout.missing:
             print(f"not available yet: {layout.name} ({'; '.join(layout.missing)})")
