@@ -192,6 +192,7 @@ CONDITIONS = {
     "--context-parallel-size above 1": ({}, {"context_parallel_size": 2}),
     "--log-throughput": ({}, {"log_throughput": True}),
     "--wandb-project": ({}, {"wandb_project": "p"}),
+    "--load": ({}, {"load": "l"}),
     "--save": ({}, {"save": "s"}),
     "--save-hf": ({}, {"save_hf": "h"}),
 }
