@@ -9,7 +9,14 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 
 from megatron_dllm.checkpoint.shards import (
-    CheckpointError, Rectangle, Shard, ShardLoadPlanner, check_partition, rectangles_of_range, save_planner)
+    CheckpointError,
+    Rectangle,
+    Shard,
+    ShardLoadPlanner,
+    check_partition,
+    rectangles_of_range,
+    save_planner,
+)
 from megatron_dllm.checkpoint.storage import SafetensorsReader, SafetensorsWriter
 from megatron_dllm.checkpoint.tensor_files import FileRecord, TensorFileWriter, TensorSpec, read_rectangle, row_blocks
 from megatron_dllm.parallel.placement import Placement
@@ -34,7 +41,8 @@ def test_rectangles_of_range_as_the_docstring_says():
     assert list(rectangles_of_range((4, 3), 2, 9)) == [((0, 2), (1, 1)), ((1, 0), (2, 3))]
 
 
-@pytest.mark.parametrize(("offset", "extent"), [((3, 0), (2, 3)), ((0, -1), (2, 3)), ((0,), (2,))], ids=["too long", "negative", "dimensions"])
+@pytest.mark.parametrize(("offset", "extent"), [((3, 0), (2, 3)), ((0, -1), (2, 3)), ((0,), (2,))],
+                         ids=["too long", "negative", "dimensions"])
 def test_shard_outside_its_tensor_is_refused_when_declared(offset, extent):
     with pytest.raises(ValueError, match=r"embedding.weight \[4, 3\].*lies outside"):
         Shard("embedding.weight", (4, 3), torch.float32, [Rectangle(offset, torch.zeros(extent))])
