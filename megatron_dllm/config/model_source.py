@@ -55,16 +55,19 @@ def resolve_model(source: ModelSource, given: Mapping[str, Any], *, load: str | 
     if source.preset and source.model_config:
         both = f"--preset {source.preset} and --model-config {source.model_config}"
         raise ValueError(f"{both}: a model comes from one of them; drop the other")
-    if source.linear_attention_freq is not None:
-        plain = resolve_model(replace(source, linear_attention_freq=None), given, load=load, pretrained_checkpoint=pretrained_checkpoint)
-        return _with_frequency(plain, source.linear_attention_freq, from_checkpoint=bool(load and checkpoint_folder(load)))
     checkpoint = next((folder for folder in (load, pretrained_checkpoint) if folder and checkpoint_folder(folder)), None)
     described = _described_model(source, given, None if load and checkpoint == load else pretrained_checkpoint)
+    frequency = source.linear_attention_freq
+    if frequency is not None and described is not None:
+        described = _with_frequency(described, frequency)
     if checkpoint is None:
         if described is None:
             raise ValueError(_no_model(given, load or pretrained_checkpoint))
         return described
     stored = read_stored_model(checkpoint)
+    if frequency is not None and described is None and with_linear_layers(stored.layer_types, frequency) != stored.layer_types:
+        raise ValueError(f"--linear-attention-freq {frequency}: checkpoint {checkpoint} has the layers "
+                         f"{write_layer_types(stored.layer_types)}; leave the flag out, or start from another checkpoint")
     named = asdict(described.model) if described else _expanded(given, stored.num_layers)
     if problems := contradictions(named, stored, checkpoint):
         raise ValueError(format_problems(problems))
@@ -88,12 +91,9 @@ def _described_model(source: ModelSource, given: Mapping[str, Any], pretrained_c
     return None
 
 
-def _with_frequency(plain: ResolvedModel, frequency: int, *, from_checkpoint: bool) -> ResolvedModel:
+def _with_frequency(plain: ResolvedModel, frequency: int) -> ResolvedModel:
     """The model with the layers that --linear-attention-freq makes linear; ValueError where it cannot."""
-    types = plain.model.layer_types
-    named = f"--linear-attention-freq {frequency}"
-    if from_checkpoint:
-        raise ValueError(f"{named}: the checkpoint's layers are {write_layer_types(types)}; leave the flag out")
+    types, named = plain.model.layer_types, f"--linear-attention-freq {frequency}"
     if frequency < 2:
         raise ValueError(f"{named}: of fewer than two layers none is left to be linear; leave the flag out, or set it to 2 or more")
     if "linear" in types:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_dllm.config import parse
+from megatron_dllm.config import parse, to_arguments_text
 from megatron_dllm.models.diffusion_gemma.inference import Session
 from megatron_dllm.parallel import ParallelContext
 from megatron_dllm.tensor_parallel.initialization import Initializer
@@ -243,3 +243,19 @@ def test_linear_attention_freq():
 def test_export_is_refused():
     with pytest.raises(ValueError, match=r"linear layers \(0\)"):
         LINEAR.to_transformers()
+
+
+def test_linear_attention_freq_with_a_checkpoint(tmp_path):
+    """The command line that began a run also resumes it; another frequency is refused."""
+    words = ["--preset", "toy", "--linear-attention-freq"]
+    folder = tmp_path / "iter_0000001"
+    folder.mkdir()
+    (folder / "args.txt").write_text(to_arguments_text(parse([*words, "3"])))
+    (folder / "complete.json").write_text("{}")
+    stored = parse(["--load", str(tmp_path)]).model
+    assert stored.linear_layers == (0, 1, 3, 4)
+    for again in ([*words, "3"], [words[-1], "3"]):
+        assert parse([*again, "--load", str(tmp_path)]).model == stored
+    for other in ([*words, "2"], [words[-1], "2"]):
+        with pytest.raises(ValueError, match="leave the flag out, or start from another checkpoint"):
+            parse([*other, "--load", str(tmp_path)])
