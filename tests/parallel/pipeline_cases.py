@@ -47,6 +47,7 @@ class PipelineCase:
     mhc: bool = False
     distributed_optimizer: bool = False
     linear: bool = False
+    mtp: int = 0
 
     @property
     def topology(self) -> Topology:
@@ -58,8 +59,8 @@ class PipelineCase:
         if self.linear:
             types = ("linear", *types[1:])
         return dataclasses.replace(
-            CONFIG, num_layers=self.layers, layer_types=types, enable_mhc_connections=self.mhc, linear_num_key_heads=2,
-            linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8)
+            CONFIG, mtp_num_layers=self.mtp, num_layers=self.layers, layer_types=types, enable_mhc_connections=self.mhc,
+            linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8)
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ def compare(rank: int, case: PipelineCase, tamper=None) -> Found:
     context = create_context(case.topology, rank=rank, device=CPU, sequence_parallel=case.sequence_parallel)
     plan = make_plan(case)
     loss, expected = one_process(case, plan)
-    layout = parse_layout(case.layout, ranks=context.pp.size, layers=layer_letters(case.config.layer_types))
+    layout = parse_layout(case.layout, ranks=context.pp.size, layers=layer_letters(case.config.layer_types), mtp_depth=case.mtp)
     model = DiffusionGemma(case.config, context=context, init=Constant(0.0), dtype=torch.float64, recompute=Recompute(case.recompute),
                            part=layout.part(context.pp.rank))
     load_whole_tensors(model, named_tensors(whole_model(case.config)), "one process")
@@ -151,3 +152,9 @@ def compare(rank: int, case: PipelineCase, tamper=None) -> Found:
     norm = np.sqrt(sum(g.square().sum().item() for g in expected.values()))
     return Found(*worst, abs(terms.total.item() - loss) / loss, abs(optimizer.grad_norm().item() - norm) / norm,
                  abs(evaluated.total.item() - loss) / loss, seen, context.log.total("send", "pp")[0])
+
+
+def forget_the_tie(model: DiffusionGemma, context: ParallelContext) -> None:
+    """As if the embeddings of the first and the last stage were two parameters."""
+    for parameter in model.parameters():
+        object.__setattr__(parameter.placement, "tied_to", None)

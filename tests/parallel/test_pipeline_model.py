@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.parallel.pipeline_cases import ALL, NONE, PipelineCase, compare
+from tests.parallel.pipeline_cases import ALL, NONE, PipelineCase, compare, forget_the_tie
 
 TOLERANCE = 1e-10
 
@@ -19,6 +19,7 @@ CASES = {
     "pp2 vpp2, recompute": PipelineCase(PP2, "E|t|t|tL", recompute=frozenset({"block"})),
     "pp2 vpp3 with an empty stage, mhc": PipelineCase(PP2, "Et|t||t||L", mhc=True),
     "pp2 with a gated-delta layer": PipelineCase(PP2, "Eg|ttL", linear=True),
+    "pp2 with multi-token prediction": PipelineCase(PP2, "Et|ttmL", mtp=1),
     "pp4": PipelineCase(sizes(world=4, pp=4), "E|t|tt|L"),
     "pp2 dp2, distributed optimizer": PipelineCase(sizes(world=4, pp=2), "Et|ttL", ("1100", "A000"), distributed_optimizer=True),
     "tp2 sp pp2": PipelineCase(sizes(world=4, pp=2, tp=2), "Et|ttL", sequence_parallel=True),
@@ -33,12 +34,6 @@ def test_model_pipeline(world, case):
         assert found.difference <= TOLERANCE, f"rank {rank}: {found}"
         assert max(found.loss, found.norm, found.evaluation) <= TOLERANCE, f"rank {rank}: {found}"
         assert found.gradients > 0 and found.messages > 0
-
-
-def forget_the_tie(model, context):
-    """As if the embeddings of the first and the last stage were two parameters."""
-    for parameter in model.parameters():
-        object.__setattr__(parameter.placement, "tied_to", None)
 
 
 def test_tied_embeddings_are_summed(world):
