@@ -131,8 +131,9 @@ def run_in_world(arguments: argparse.Namespace) -> int:
         outcome = run_case(case, traces[case.reference], base, fault)
         outcomes.append(outcome)
         say(line(outcome), flush=True)
-        if outcome.missed() and not fault:
-            say("\n".join(f"        {text}" for text in outcome.explanations[:12]), flush=True)
+        if outcome.explanations:
+            shown = 1 if fault else 12
+            say("\n".join(f"        {text}" for text in outcome.explanations[:shown]), flush=True)
     write_results(arguments, world.rank, outcomes, running="")
     by_floor = [name for outcome in outcomes if not outcome.fault for name in outcome.by_floor_alone]
     floor = sorted({re.sub(r"layers\.\d+", "layers.N", name) for name in by_floor})
