@@ -53,7 +53,8 @@ RANGES: dict[str, Range] = {
          "context_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size",
          "distributed_timeout_minutes",
          "num_layers_per_virtual_pipeline_stage", "microbatch_group_size_per_virtual_pipeline_stage",
-         "log_interval", "save_interval", "save_retain_interval", "save_total_limit", "save_hf_interval", "max_new_tokens", "max_denoising_steps"),
+         "log_interval", "save_interval", "save_retain_interval", "save_total_limit", "save_hf_interval", "max_new_tokens",
+          "max_denoising_steps"),
         COUNT,
     ),
     **dict.fromkeys(

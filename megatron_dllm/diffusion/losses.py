@@ -35,7 +35,8 @@ class LossTerms:
 def loss_terms(cross_entropy: Callable, hidden: Tensor, scored: Scored) -> LossTerms:
     """The terms of one pass: `hidden` [T, H] holds every token of the pass, `scored` says which count."""
     result = cross_entropy(
-        take_distinct(hidden, scored.rows), targets=scored.targets, token_weights=scored.weights, observed=scored.observed, bonus=scored.bonus)
+        take_distinct(hidden, scored.rows), targets=scored.targets, token_weights=scored.weights, observed=scored.observed,
+        bonus=scored.bonus)
 
     def by_group(values: Tensor) -> Tensor:
         # One-hot product instead of an atomic add: the same sum on every run.
@@ -43,5 +44,6 @@ def loss_terms(cross_entropy: Callable, hidden: Tensor, scored: Scored) -> LossT
 
     per_token = result.per_token
     return LossTerms(
-        result.loss, by_group(per_token * scored.weights.to(per_token.dtype)), by_group(per_token), by_group(result.correct.to(per_token.dtype)),
+        result.loss, by_group(per_token * scored.weights.to(per_token.dtype)), by_group(per_token),
+        by_group(result.correct.to(per_token.dtype)),
         by_group(torch.ones_like(per_token)))

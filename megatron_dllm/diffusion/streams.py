@@ -115,7 +115,8 @@ def _canvas(example: PlannedExample, canvas: int, text: np.ndarray, objective: O
     if objective.diffusion_loss in ("reweighted", "reweighted-loo"):
         weights = weights / (1 - example.noise_level)
     return TokenStream(
-        np.where(example.corrupted(canvas), replacement, targets), np.arange(start, start + length), np.where(weights > 0, targets, 0), weights)
+        np.where(example.corrupted(canvas), replacement, targets), np.arange(start, start + length),
+        np.where(weights > 0, targets, 0), weights)
 
 
 def _join(parts: Sequence[TokenStream]) -> TokenStream:

@@ -1,4 +1,4 @@
-"""Global batches by number: which rows, the plan, and this rank's microbatches as the model reads them. Nothing is remembered between batches."""
+"""Global batches by number: which rows, the plan, this rank's microbatches as the model reads them; nothing is remembered in between."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
@@ -113,7 +113,7 @@ class _Iterations(Dataset):
 
 
 def training_batches(maker: BatchMaker, *, start_iteration: int, iterations: int) -> Iterator[PreparedBatch]:
-    """The batches of iterations start to `iterations`, made ahead by --num-workers processes (by the caller when 0); the same in any case."""
+    """The batches of iterations start to `iterations`, made ahead by --num-workers processes (0: by the caller); the same in any case."""
     workers = maker.run.data.num_workers
     loader = DataLoader(
         _Iterations(maker), batch_size=None, sampler=range(start_iteration, iterations), num_workers=workers,

@@ -23,7 +23,7 @@ LEAST_BLOCK = 64  # shorter blocks of a window would be many small products
 
 @dataclass(frozen=True)
 class WorkGroup:
-    """G pieces of n queries and m keys: queries int64 [G, n], keys int64 [G, m], mask bool [n, m] or None, causal: pattern without a mask."""
+    """G pieces of n queries and m keys: queries int64 [G, n], keys int64 [G, m], mask bool [n, m] or None, causal: without a mask."""
 
     queries: np.ndarray
     keys: np.ndarray

@@ -1,7 +1,7 @@
 """Which keys a query may attend to, as three integers a query.
 
-Keys are flat: [clean keys ; canvas keys]. A query sees the clean keys first_key <= j < past_key, and, when its canvas id is not negative, every
-canvas key with the same id. Nothing else. For one example with prompt P0 P1, a response of two canvases of two tokens and canvas 1 chosen:
+Keys are flat: [clean keys ; canvas keys]. A query sees the clean keys first_key <= j < past_key, and, when its canvas id is not negative,
+every canvas key with the same id. Nothing else. An example of prompt P0 P1, a response of two canvases of two tokens and canvas 1 chosen:
 
                  clean keys     canvas keys
                  P0 P1 a b c d   x y

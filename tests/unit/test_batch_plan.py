@@ -68,7 +68,8 @@ def test_scored_corrupted_tokens_are_the_replaced_ones():
 def test_corruption_follows_the_noise_level():
     plan = plan_batch([request(i, 0, 60) for i in range(400)], dataclasses.replace(OBJECTIVE, canvases_scored="all"), micro_batch_size=400)
     drawn = examples(plan)
-    levels, shares = np.array([e.noise_level for e in drawn]), np.array([np.mean([e.corrupted(c).mean() for c in e.canvases]) for e in drawn])
+    levels = np.array([e.noise_level for e in drawn])
+    shares = np.array([np.mean([e.corrupted(c).mean() for c in e.canvases]) for e in drawn])
     assert levels.min() >= 1e-3 - 2**-32 and levels.max() < 1
     # A share of 60 draws has a standard deviation of at most 0.065.
     assert np.abs(shares - levels).max() < 0.33 and np.abs((shares - levels).mean()) < 0.02

@@ -56,4 +56,5 @@ def test_a_key_order_moves_the_keys_only():
 
 def test_no_queries():
     visibility = layout([], canvas_length=3)
-    assert attend(*random_inputs(visibility, heads=2, groups=1, dim=4, dtype=torch.float32), attention_plan(visibility, 8, CPU)).shape == (0, 2, 4)
+    inputs = random_inputs(visibility, heads=2, groups=1, dim=4, dtype=torch.float32)
+    assert attend(*inputs, attention_plan(visibility, 8, CPU)).shape == (0, 2, 4)

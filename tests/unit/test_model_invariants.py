@@ -88,7 +88,8 @@ def test_a_sliding_layer_sees_its_window_and_no_more():
 
 @pytest.mark.parametrize("changes", [
     {}, {"encoder_loss_normalization": "token"}, {"canvases_scored": "all"}, {"score_tokens": "corrupted"}, {"diffusion_loss": "loo"},
-    {"diffusion_loss": "reweighted-loo", "noise_min": 0.05}, {"self_conditioning_null": "uniform"}, {"noise_sampling": "antithetic"}], ids=str)
+    {"diffusion_loss": "reweighted-loo", "noise_min": 0.05}, {"self_conditioning_null": "uniform"},
+    {"noise_sampling": "antithetic"}], ids=str)
 def test_accumulation_does_not_change_the_gradient(changes):
     """1 x 8, 2 x 4, 4 x 2 and 8 x 1, unequal lengths, coins mixed."""
     objective = dataclasses.replace(ObjectiveConfig(), **changes)

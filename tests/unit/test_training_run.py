@@ -15,7 +15,8 @@ from megatron_dllm.training.metrics_file import read_metrics
 from megatron_dllm.training.status import read_status
 
 FLAGS = ("--preset toy --num-layers 2 --layer-types sliding,full --vocab-size 9 --canvas-length 8 --data-source sudoku "
-         "--sudoku-num-puzzles 40 --seq-length 34 --micro-batch-size 2 --global-batch-size 4 --log-interval 1 --device cpu --lr 3e-3").split()
+         "--sudoku-num-puzzles 40 --seq-length 34 --micro-batch-size 2 --global-batch-size 4 --log-interval 1 "
+         "--device cpu --lr 3e-3").split()
 SAME = ("loss", "autoregressive_loss", "diffusion_loss", "grad_norm", "learning_rate")
 
 

@@ -1,8 +1,8 @@
 """Our model, losses and gradients against transformers' own classes, on a toy in fp32.
 
-The toy's norms, router scales, layer scalars and window all differ from 1 and from each other. transformers runs each example alone, at its real
-positions; we run them all in one flat batch, deciding the canvas with and without self-conditioning as the draws say. Then: decoding only the
-chosen canvas against decoding all; the exported directory loaded by transformers. Usage: python tools/verify.py parity [--seed N]
+The toy's norms, router scales, layer scalars and window all differ from 1 and from each other. transformers runs each example alone, at its
+real positions; we run them all in one flat batch, with and without self-conditioning as the draws say. Then: decoding only
+the chosen canvas against decoding all; the exported directory loaded by transformers. Usage: python tools/verify.py parity [--seed N]
 """
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Case:
 
 
 def make_case(model: DiffusionGemma, seed: int) -> Case:
-    """Draw a batch. Seeds whose routing has a near-tie (gap under 1e-6, where rounding decides) are passed over, by rule: the next one is taken."""
+    """Draw a batch. A seed whose routing has a near-tie (gap under 1e-6, where rounding decides) is passed over, by rule, for the next."""
     config, objective = model.config, ObjectiveConfig()
     for attempt in range(seed, seed + 100):
         rows = [RowRequest([i], [DrawKey(attempt, Stream.TRAIN, 0, i, 0)],
@@ -152,7 +152,8 @@ def theirs(oracle, model: DiffusionGemma, case: Case) -> Outputs:
         start = example.canvas_start(example.canvases[0])
         arguments = dict(
             decoder_input_ids=torch.from_numpy(canvases[number])[None], cache=encoded.cache,
-            decoder_position_ids=torch.arange(start, start + config.canvas_length)[None], decoder_attention_mask=masks(config, tokens.shape[1], start))
+            decoder_position_ids=torch.arange(start, start + config.canvas_length)[None],
+            decoder_attention_mask=masks(config, tokens.shape[1], start))
         logits = soft_capped(oracle, oracle.model.decoder(**arguments).last_hidden_state[0])
         first.append(logits.detach())
         if example.self_conditioned:
@@ -161,7 +162,8 @@ def theirs(oracle, model: DiffusionGemma, case: Case) -> Outputs:
             second.append(logits.detach())
         decoder_loss.append(F.cross_entropy(logits, tokens[0, start:start + config.canvas_length], reduction="sum"))
         hidden.append(states.detach())
-    mean_encoder, mean_decoder = torch.stack(encoder_loss).mean(), torch.stack(decoder_loss).sum() / (len(decoder_loss) * config.canvas_length)
+    mean_encoder = torch.stack(encoder_loss).mean()
+    mean_decoder = torch.stack(decoder_loss).sum() / (len(decoder_loss) * config.canvas_length)
     assert counts.encoder == len(encoder_loss) and counts.decoder == len(decoder_loss) * config.canvas_length
     (mean_encoder + mean_decoder).backward()
     return Outputs(torch.cat(hidden), torch.stack(first), torch.stack(second), mean_encoder.detach(), mean_decoder.detach())
@@ -188,7 +190,8 @@ def compare(oracle, model: DiffusionGemma, case: Case) -> list[Figure]:
         a, b = getattr(left, field.name), getattr(right, field.name)
         scale, largest = b.abs().max().item(), (a - b).abs().max().item()
         limit = 1e-6 if field.name.endswith("loss") else 1e-5
-        figures.append(Figure(f"{field.name}: largest difference, relative to the largest value", largest / scale, limit, f"largest value {scale:.3g}"))
+        figures.append(Figure(
+            f"{field.name}: largest difference, relative to the largest value", largest / scale, limit, f"largest value {scale:.3g}"))
     grads = dict(model.named_parameters())
     their_grads = {f"model.decoder.{name}": p.grad for name, p in oracle.model.decoder.named_parameters()}
     read = whole_tensors_reader(their_grads)
@@ -201,8 +204,11 @@ def compare(oracle, model: DiffusionGemma, case: Case) -> list[Figure]:
         worst = max(worst, (excess, name))
         if (difference > 1e-5 * reference.abs()).any():
             floor_only.append(name)
-    figures.append(Figure(f"every gradient ({len(pairs)} tensors): |d| / (1e-5 |ref| + 1e-7 |g|)", worst[0], 1.0, f"worst {worst[1]}, |g| {norm:.4g}"))
-    figures.append(Figure("embedding: its soft-embedding part is there (share of |g|)", -soft_part(model, case) / norm, -1e-4, "at least 1e-4, a thousand times the floor"))
+    figures.append(Figure(
+        f"every gradient ({len(pairs)} tensors): |d| / (1e-5 |ref| + 1e-7 |g|)", worst[0], 1.0, f"worst {worst[1]}, |g| {norm:.4g}"))
+    figures.append(Figure(
+        "embedding: its soft-embedding part is there (share of |g|)", -soft_part(model, case) / norm, -1e-4,
+        "at least 1e-4, a thousand times the floor"))
     print(f"{len(floor_only)} of {len(pairs)} gradients have an element that passes by the floor 1e-7 |g| alone")
     return figures
 

@@ -23,7 +23,8 @@ def print_figures(suite: str, figures: Sequence[Figure]) -> int:
     """Print the figures and a last line that counts them; the number of missed ones."""
     width = max(len(figure.name) for figure in figures)
     for figure in figures:
-        print(f"{'ok    ' if figure.holds else 'MISSED'}  {figure.name:{width}}  {figure.value:11.4g}  limit {figure.limit:9.3g}  {figure.note}")
+        verdict = "ok    " if figure.holds else "MISSED"
+        print(f"{verdict}  {figure.name:{width}}  {figure.value:11.4g}  limit {figure.limit:9.3g}  {figure.note}")
     missed = sum(not figure.holds for figure in figures)
     print(f"{suite}: {len(figures) - missed} of {len(figures)} figures hold")
     return missed

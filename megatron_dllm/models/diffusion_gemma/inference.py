@@ -72,7 +72,7 @@ class Session:
 
     @torch.no_grad()
     def denoise(self, canvas: Tensor, self_conditioning_logits: Tensor | None, rows: Tensor) -> Tensor:
-        """Logits [A, C, V], at least fp32, of canvases [A, C] right after what the rows [A] hold; logits of the step before condition them."""
+        """Logits [A, C, V], at least fp32, of canvases [A, C] right after what the rows [A] hold, given the logits of the step before."""
         model = self.model
         x, signal = model.embed(canvas.flatten()), None
         if self_conditioning_logits is not None:

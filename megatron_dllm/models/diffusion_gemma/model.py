@@ -1,7 +1,7 @@
 """DiffusionGemma: one stack of layers that runs as a causal encoder over clean tokens and as a bidirectional decoder over canvases.
 
-A microbatch goes through the stack once, clean and canvas tokens together; rows whose canvas is self-conditioned take a second loop, the canvas
-alone, reading the keys and values that the first loop kept.
+A microbatch goes through the stack once, clean and canvas tokens together; rows whose canvas is self-conditioned take a second loop, the
+canvas alone, reading the keys and values that the first loop kept.
 """
 from __future__ import annotations
 
