@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from .shards import CheckpointError, chunk_of
-from .tensor_files import DTYPE_NAMES, DTYPES, FileRecord, TensorFileWriter, TensorSpec, open_safetensors, read_rectangle
+from .tensor_files import DTYPE_NAMES, DTYPES, FileRecord, TensorFileWriter, TensorSpec, naming, read_rectangle
 
 INDEX = "tensors.json"
 FORMAT = 2
@@ -86,9 +86,9 @@ class SafetensorsWriter(StorageWriter):
                     writer.add(spec.name, planner.resolve_data(item))
                     results.append(WriteResult(item.index, spec.num_bytes, PlacedIn(file, spec.name)))
                 self.records[file] = writer.close()
-            except OSError as error:
+            except OSError:
                 writer.abandon()
-                raise OSError(error.errno, error.strerror, str(self.folder / file)) from None  # write() itself names no file
+                raise
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -173,7 +173,7 @@ def write_index(path: Path, metadata: Metadata) -> FileRecord:
         pieces = [{"offset": list(chunk.offsets), "extent": list(chunk.sizes), "file": place.file, "name": place.name}
                   for chunk, place in zip(tensor.chunks, places, strict=True)]
         tensors[key] = {"dtype": DTYPE_NAMES[tensor.properties.dtype], "shape": list(tensor.size), "pieces": pieces}
-    with path.open("w", encoding="utf-8") as file:
+    with naming(path), path.open("w", encoding="utf-8") as file:
         json.dump({"format": FORMAT, "tensors": tensors}, file, indent=0)
         file.flush()
         os.fsync(file.fileno())
@@ -211,14 +211,3 @@ def read_json(path: Path) -> dict:
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} holds a {type(found).__name__}, not an object")
     return found
-
-
-def check_names_in_file(path: Path, names: Iterable[str]) -> None:
-    """CheckpointError where a file of tensors is cut short or lacks one."""
-    try:
-        with open_safetensors(path) as opened:
-            missing = sorted(set(names) - set(opened.keys()))
-    except ValueError as error:
-        raise CheckpointError(str(error)) from None
-    if missing:
-        raise CheckpointError(f"{path} lacks {', '.join(missing[:5])}")

@@ -31,7 +31,7 @@ from .. import __version__
 from ..parallel.context import Group
 from .shards import CheckpointError, Offset, Shard, ShardLoadPlanner, by_key, chunk_of
 from .storage import FORMAT, INDEX, MODEL, OPTIMIZER, SafetensorsReader, kind_of, read_index, read_json
-from .tensor_files import FileRecord
+from .tensor_files import FileRecord, naming
 
 LATEST, COMPLETE, STATE, ARGUMENTS = "latest_checkpointed_iteration.txt", "complete.json", "state.json", "args.txt"
 PARTIAL, REPLACED, DELETED = ".partial", ".old", ".deleting"
@@ -171,7 +171,7 @@ class Draft:
 def write_text(path: Path, text: str) -> None:
     """Write a small file so that at any moment it is the old one or the new one, whole."""
     temporary = path.with_name(path.name + ".writing")
-    with temporary.open("w", encoding="utf-8") as file:
+    with naming(path), temporary.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

@@ -10,6 +10,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -100,7 +101,8 @@ class TensorFileWriter:
         """Flush to the disk. Every tensor must have been given whole."""
         left = [spec.name for spec in self._expected if spec.num_bytes]
         assert not self._missing and not left, f"{self.path}: elements of {left or self._current.name} were not given"
-        os.fsync(self._file.fileno())
+        with naming(self.path):
+            os.fsync(self._file.fileno())
         self._file.close()
         return FileRecord(self._num_bytes, self._digest.hexdigest())
 
@@ -110,8 +112,20 @@ class TensorFileWriter:
 
     def _put(self, data: memoryview) -> None:
         self._digest.update(data)
-        while len(data):
-            data = data[self._file.write(data):]
+        with naming(self.path):
+            while len(data):
+                data = data[self._file.write(data):]
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Adds the file to an OSError that lacks it, as those of writing and flushing do."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            raise OSError(error.errno, error.strerror, str(path)) from None
+        raise
 
 
 def open_safetensors(file: Path):
