@@ -46,6 +46,7 @@ def run(folder: Path, *arguments: str, ci: bool, **files: str) -> subprocess.Com
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=100)
 
 
+@pytest.mark.slow
 def test_gpu_tests_are_skipped_and_a_listed_skip_passes_in_ci(tmp_path):
     result = run(tmp_path, "--budget", "unit=60", ci=True, unit_a=TESTS)
     assert result.returncode == 0, result.stdout
