@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TextIO
 
 from .context import CommunicationLog
@@ -20,13 +20,15 @@ class Watchdog:
 
     Every rank has its own, so that a hang shows which ranks wait for a collective and which never came to it. Set `seconds`
     below the process groups' timeout, which would end the job without the stacks. On a GPU a collective counts as ended
-    when the stream has been told to wait for it; the last one started is named in any case.
+    when the stream has been told to wait for it; the last one started is named in any case. `standing` gives further lines.
     """
 
     def __init__(
-        self, log: CommunicationLog, *, rank: int, seconds: float, output: TextIO | None = None, end: Callable[[int], object] = os._exit
-    ):
+        self, log: CommunicationLog, *, rank: int, seconds: float, output: TextIO | None = None, end: Callable[[int], object] = os._exit,
+        standing: Callable[[], Sequence[str]] = tuple,
+    ):  # fmt: skip
         self._log, self._rank, self._seconds, self._end = log, rank, seconds, end
+        self._standing = standing
         self._output = sys.stderr if output is None else output
         self._beat, self._what = time.monotonic(), "start"
         self._stop = threading.Event()
@@ -58,6 +60,7 @@ class Watchdog:
             f"rank {self._rank}: no progress for {self._seconds:g} s since {self._what}; set a longer timeout if this may take so long",
             *(f"rank {self._rank}: waits for {description}" for description in waiting),
             f"rank {self._rank}: last collective started: {self._log.last}",
+            *self._standing(),
         ]
         # One write, so that the ranks' reports do not run into each other.
         self._output.write("\n".join(lines) + "\n")

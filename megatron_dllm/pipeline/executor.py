@@ -8,7 +8,6 @@
 """
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -17,33 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .actions import POST_KINDS, SEND_KINDS, STARTED_BY, Action, Edge, Kind
+from .actions import POST_KINDS, SEND_KINDS, STARTED_BY, Action, Edge, Kind, format_actions
 from .assembly import Schedule
 from .edges import EdgeShapes
 from .p2p import PointToPoint, Post, empty_buffer
+from .progress import Progress
 from .stage import CutContexts, PipelineStage, StageOutput, release
 
 # What a compute step's result goes out on, and what a step reads.
 _INPUT_EDGES = {Kind.FORWARD: (Edge.HIDDEN, Edge.SOFT_EMBEDDING), Kind.BACKWARD: (Edge.GRADIENT,),
                 Kind.EMBEDDING_GRADIENT: (Edge.SOFT_EMBEDDING_GRADIENT,)}
-
-
-@dataclass
-class Progress:
-    """Where a rank stands in its list: the last action that has ended, and the one it is at. Read by whoever reports a hang."""
-
-    last: str = "nothing yet"
-    current: str = "not in a step"
-    since: float = field(default_factory=time.monotonic)
-
-    def begin(self, what: str) -> None:
-        self.current, self.since = what, time.monotonic()
-
-    def end(self) -> None:
-        self.last, self.current, self.since = self.current, "between two actions", time.monotonic()
-
-    def __str__(self) -> str:
-        return f"at {self.current} for {time.monotonic() - self.since:.1f} s, after {self.last}"
 
 
 @dataclass
@@ -74,8 +56,11 @@ class PipelineExecutor:
         step = _Step(self, schedule, microbatches, shapes)
         with torch.set_grad_enabled(not pipeline.forward_only):
             for actions in batches(schedule.lists[rank]):
-                self.progress.begin(" ".join(map(str, actions)))
-                step.execute(actions)
+                self.progress.begin(format_actions(actions))
+                try:
+                    step.execute(actions)
+                except RuntimeError as error:  # a transfer whose peer is gone, a collective of a stage, memory
+                    raise RuntimeError(f"pipeline rank {rank} of {pipeline.ranks} failed {self.progress}: {error}") from error
                 self.progress.end()
         self.transport.close()
         step.check_empty()

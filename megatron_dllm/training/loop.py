@@ -1,9 +1,10 @@
 """The training run: build, resume, iterate, evaluate, save, and leave a word about how it ended."""
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -34,6 +35,14 @@ from .throughput import Throughput, describe_peak, memory_metrics, peak_of
 LOGGED_GENERATIONS = 2
 # Of the process groups' timeout: how long a rank may stand still before it writes its stacks and ends.
 PATIENCE = 0.9
+
+
+@dataclass(frozen=True)
+class Watch:
+    """beat: to be called on progress; standing: where the ranks of a pipeline stand, a line each (rank 0 knows of all)."""
+
+    beat: Callable[[str], None]
+    standing: Callable[[], Sequence[str]]
 
 
 @dataclass
@@ -88,11 +97,12 @@ class Trainer:
         with (RunStatus(self.run_dir, rank=rank, total_iterations=self.total_iterations, iteration=start) as status,
               RunLogger(self.run_dir, self.run.logging, rank=rank, total_iterations=self.total_iterations, resumed_iteration=start,
                         arguments=to_flags(self.run)) as logger,
+              self._watch() as watch,
               SignalWatcher(exit_signal=training.exit_signal,
-                            on_request=lambda name: logger.message(f"{name}: finishing this step, then saving and stopping"),
+                            on_request=lambda name: logger.message("\n".join(
+                                [f"{name}: finishing this step, then saving and stopping", *watch.standing()])),
                             on_abort=lambda: status.failed("interrupted twice")) as signals,
-              StepProfiler(training, self.run_dir, rank=rank, device=self.context.device) as profiler,
-              self._watch() as beat):
+              StepProfiler(training, self.run_dir, rank=rank, device=self.context.device) as profiler):
             self._announce(logger, start)
             saver = Saver(self, logger, status)
             policy = StopPolicy(training.exit_interval, training.exit_duration_in_mins, time.monotonic())
@@ -105,7 +115,7 @@ class Trainer:
                 mark = self._measure(prepared, meter, mark)
                 self._note_skipped(result, prepared, iteration, skipped, logger)
                 iteration += 1
-                beat(f"iteration {iteration}")
+                watch.beat(f"iteration {iteration}")
                 status.progress(iteration)
                 self._report(iteration, result, meter, logger, skipped)
                 self._evaluate(iteration, logger, saver)
@@ -165,14 +175,21 @@ class Trainer:
         saver.after_evaluation(iteration, metrics)
 
     @contextmanager
-    def _watch(self) -> Iterator[Callable[[str], None]]:
-        """Gives what to call on progress. Among several processes one that waits for a lost one would wait in silence."""
+    def _watch(self) -> Iterator[Watch]:
+        """Among several processes one that waits for a lost one would wait in silence."""
         if self.context.world.size == 1:
-            yield lambda what: None
+            yield Watch(lambda what: None, tuple)
             return
         seconds = PATIENCE * 60 * self.run.parallel.distributed_timeout_minutes
-        with Watchdog(self.context.log, rank=self.context.world.rank, seconds=seconds) as watchdog:
-            yield watchdog.beat
+        with ExitStack() as stack:
+            standing = tuple if self.pipeline is None else stack.enter_context(self.pipeline.board()).lines
+            watchdog = stack.enter_context(
+                Watchdog(self.context.log, rank=self.context.world.rank, seconds=seconds, standing=standing))
+            try:
+                yield Watch(watchdog.beat, standing)
+            except RuntimeError:  # such as a transfer whose other end is gone
+                sys.stderr.write("".join(f"{line}\n" for line in standing()))
+                raise
 
     def _peak(self):
         return peak_of(self.context.device, peak_tflops=self.run.logging.peak_tflops)
@@ -186,7 +203,8 @@ class Trainer:
         logger.message(f"model: {total:,} parameters, {trainable:,} trained, computing in {str(self.model.dtype).removeprefix('torch.')}")
         for block in list(self.model.layers.values())[:1]:
             logger.message(
-                f"experts: {self.run.moe.moe_token_dispatcher_type} over ep {self.context.ep.size}, etp {self.context.etp.size}; products by "
+                f"experts: {self.run.moe.moe_token_dispatcher_type} over ep {self.context.ep.size}, etp {self.context.etp.size}; "
+                f"products by "
                 f"{block.moe.experts.product.__name__}")
         logger.message(f"data: {len(self.sources.train):,} training examples; iterations {start} to {self.total_iterations}")
         if self.run_dir is not None and self.context.world.rank == 0:

@@ -16,6 +16,7 @@ from ...pipeline import EdgeShapes, Pipeline, Schedule, Stage, StageLayout, buil
 from ...pipeline.executor import PipelineExecutor
 from ...pipeline.layout import choose_layout, layer_letters
 from ...pipeline.p2p import PointToPoint
+from ...pipeline.progress import ProgressBoard
 from ...pipeline.schedules import legal_groups
 from ...pipeline.stage import Contexts, StageOutput, new_node
 from ...pipeline.timing import layout_costs
@@ -60,6 +61,12 @@ class ModelPipeline:
         transport = PointToPoint(self.context.pp, parallel.batch_p2p_communication)
         self.executor = PipelineExecutor(stages, transport, self.context.device)
         self.schedule = lru_cache(maxsize=64)(self._schedule)
+
+    def board(self) -> ProgressBoard:
+        """What tells where the ranks stand, while it is entered."""
+        world, stages = self.context.world, self.layout.on_rank(self.context.pp.rank)
+        name = f"pipeline rank {self.context.pp.rank} ({' | '.join(stage.letters or 'empty' for stage in stages)})"
+        return ProgressBoard(self.executor.progress, rank=world.rank, ranks=world.size, stage=name)
 
     def train(self, microbatches: Sequence[MicrobatchInputs]) -> LossTerms:
         """Forward and backward of every microbatch; the sum of the losses on the last rank, zeros elsewhere."""
