@@ -81,7 +81,9 @@ step "4 of 5: export to the transformers format"
 "$PYTHON" "$root/tools/convert.py" --load "$RUN/train" --save "$RUN/transformers"
 
 step "5 of 5: generation, one canvas of 32 bytes after another"
-"$PYTHON" "$root/tools/generate.py" --load "$RUN/train" --raw --prompt "def main():" --max-new-tokens 128 --show-steps --gif "$RUN/canvas.gif"
+# Of little but spaces is so small a model sure: at the released model's bound of 0.1 it would write hardly anything else.
+"$PYTHON" "$root/tools/generate.py" --load "$RUN/train" --raw --prompt "    def __init__(self, " "# This module is " "        raise ValueError(" \
+  --max-new-tokens 128 --entropy-bound 0.5 --show-steps --gif "$RUN/canvas.gif"
 
 "$PYTHON" - "$RUN/train/metrics.jsonl" "$unigram" $# <<'PYTHON'
 import json, sys
@@ -110,7 +112,7 @@ So short a training does not make sense of language: expect indentation, bracket
 What to try next, from $root with $PYTHON as python:
   go on training          python pretrain_dllm.py @"$RUN/train/args.txt" --load "$RUN/train" --train-iters 6000 --exit-duration-in-mins 30 --override-opt-param-scheduler
   see the training data   python tools/show_data.py @"$RUN/train/args.txt" --html "$RUN/data.html"
-  another prompt          python tools/generate.py --load "$RUN/train" --raw --prompt "import os" --show-steps --gif "$RUN/canvas.gif"
+  another prompt          python tools/generate.py --load "$RUN/train" --raw --prompt "import os" --entropy-bound 0.5 --show-steps --gif "$RUN/canvas.gif"
   your own text           README.md, "Train on your own data"
   a task it can master    bash examples/sudoku/train_4x4_cpu.sh
 TEXT
