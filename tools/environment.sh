@@ -8,8 +8,9 @@
 #      own that is new enough (a container's), .venv sees that torch and never gets another.
 # From outside: PYTHON=... names the Python to start from; TORCH_INDEX_URL=... a package index that has another build of torch.
 
-# Threads that wait sleep: where other work shares the cores, spinning ones made a toy model's steps ten times slower.
-export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
+# One thread a process: toy tensors gain nothing from a second (a Sudoku step takes 269 ms with two, 275 with one), and two that wait for
+# each other lose much: 490 ms where they sleep, over 4 s where they spin beside other work.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
