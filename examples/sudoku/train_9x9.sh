@@ -47,7 +47,7 @@ TRAINING_ARGS=(
   --seed "$SEED"
   --micro-batch-size 512
   --global-batch-size 512
-  --train-iters 6000
+  --train-iters 2500
   --exit-duration-in-mins 10
 )
 OPTIMIZER_ARGS=(
