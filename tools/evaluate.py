@@ -38,9 +38,10 @@ from megatron_dllm.data.build import build_order, build_sources, build_tokenizer
 from megatron_dllm.data.source import ExampleSource  # noqa: E402
 from megatron_dllm.diffusion.random import Stream  # noqa: E402
 from megatron_dllm.generation.completions import Completion, Speed  # noqa: E402
-from megatron_dllm.generation.loaded import LoadedModel, device_of  # noqa: E402
+from megatron_dllm.generation.loaded import LoadedModel  # noqa: E402
 from megatron_dllm.generation.quality import Answer, Score, open_score  # noqa: E402
 from megatron_dllm.models.diffusion_gemma.loading import open_run  # noqa: E402
+from megatron_dllm.parallel.initialize import choose_device  # noqa: E402
 from megatron_dllm.training.batches import BatchMaker  # noqa: E402
 from megatron_dllm.training.evaluation import evaluate  # noqa: E402
 
@@ -88,7 +89,7 @@ def measure(arguments: argparse.Namespace, flags: Sequence[str]) -> dict[str, An
     scores = {name: open_score(name) for name in arguments.score or ["exact"]}
     run = configure(arguments, flags)
     told = {"--bf16", "--no-bf16"} & set(flags)
-    loaded = LoadedModel.open(arguments.load, device_of(run.training.device), bf16=run.training.bf16 if told else None)
+    loaded = LoadedModel.open(arguments.load, choose_device(run.training.device, local_rank=0), bf16=run.training.bf16 if told else None)
     problems = check_against_checkpoint(run, loaded.model.config)
     if problems:
         raise ValueError(format_problems(problems))

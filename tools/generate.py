@@ -33,8 +33,9 @@ from megatron_dllm.data.tokenizers import Tokenizer  # noqa: E402
 from megatron_dllm.generation.completions import Completion, Speed  # noqa: E402
 from megatron_dllm.generation.drawing import TerminalView, write_gif  # noqa: E402
 from megatron_dllm.generation.film import Film  # noqa: E402
-from megatron_dllm.generation.loaded import LoadedModel, device_of  # noqa: E402
+from megatron_dllm.generation.loaded import LoadedModel  # noqa: E402
 from megatron_dllm.generation.text import chat_prompt, decode_tokens, has_chat_template, raw_prompt  # noqa: E402
+from megatron_dllm.parallel.initialize import choose_device  # noqa: E402
 
 Messages = list[dict[str, Any]]
 
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
     try:
         prompts = [] if arguments.interactive else read_prompts(arguments)
-        device = device_of(arguments.device)
+        device = choose_device(arguments.device, local_rank=0)
         loaded = LoadedModel.open(arguments.load, device, bf16=arguments.bf16)
         chat = not arguments.raw and has_chat_template(loaded.tokenizer)
         print(f"device: {device}; prompts are {'messages to the chat template' if chat else 'texts to continue'}", file=sys.stderr)

@@ -42,12 +42,3 @@ class LoadedModel:
         """See completions.complete."""
         return complete(
             lambda rows: Session(self.model, rows), prompts, config, self.ends, seed=seed, batch_size=batch_size, observe=observe)
-
-
-def device_of(name: str) -> torch.device:
-    """The device of --device; `auto` is CUDA where torch sees one. ValueError for a device that is not there."""
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: torch sees no CUDA device; install a CUDA build of torch, or set --device cpu")
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name, 0) if name == "cuda" else torch.device(name)
