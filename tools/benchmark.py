@@ -1,0 +1,36 @@
+#!/usr/bin/env python3
+"""Benchmark suites: each measures beside a reference in the same run and prints its table last.
+
+usage: python tools/benchmark.py --suite SUITE [options]      (with --help, the options of that suite)
+"""
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from pathlib import Path
+
+# Name -> (module of tools/benchmarking, what it measures). A module has add_arguments(parser) and run(arguments) -> number of failures.
+SUITES = {
+    "h200": ("training", "training steps of real width beside transformers, on one GPU"),
+    "cpu": ("training", "training steps of the toy beside transformers, on a CPU"),
+}
+
+
+def main() -> int:
+    sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
+    listed = "\n".join(f"  {name:<10} {summary}" for name, (_, summary) in SUITES.items())
+    parser = argparse.ArgumentParser(description=f"{__doc__}\nsuites:\n{listed}", formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     add_help=False, allow_abbrev=False)
+    parser.add_argument("--suite", choices=SUITES, metavar="SUITE", required=not {"-h", "--help"} & set(sys.argv), help="see above")
+    chosen, _ = parser.parse_known_args()
+    parser.add_argument("-h", "--help", action="help", help="show this and end")
+    if chosen.suite:
+        module = importlib.import_module(f"benchmarking.{SUITES[chosen.suite][0]}")
+        module.add_arguments(parser)
+    arguments = parser.parse_args()
+    return 1 if module.run(arguments) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

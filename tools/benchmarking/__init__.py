@@ -1,0 +1,1 @@
+"""The suites of tools/benchmark.py, and the work that they share."""

@@ -1,0 +1,108 @@
+"""What benchmarks run: a model of real or toy width with random weights, and microbatches of random tokens, without any file."""
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_dllm.config import PRESETS, ModelConfig, ObjectiveConfig
+from megatron_dllm.diffusion.batch_plan import RowRequest, fit_example, plan_batch
+from megatron_dllm.diffusion.inputs import MicrobatchInputs, microbatch_inputs, to_device
+from megatron_dllm.diffusion.random import DrawKey, Stream
+from megatron_dllm.diffusion.streams import Streams, build_streams
+from megatron_dllm.transformer.token_pass import SequenceSplit
+
+FIRST_TOKEN = 3  # below it stand pad, end and begin
+
+
+def real_width(layers: Sequence[str]) -> ModelConfig:
+    """The released model's widths with layers of these types, such as ["sliding"] * 5 + ["full"]."""
+    return dataclasses.replace(PRESETS["diffusiongemma-26b-a4b"], num_layers=len(layers), layer_types=tuple(layers))
+
+
+def toy_width(layers: Sequence[str]) -> ModelConfig:
+    """The same layers at the toy preset's widths."""
+    return dataclasses.replace(PRESETS["toy"], num_layers=len(layers), layer_types=tuple(layers))
+
+
+class DeviceNormal:
+    """Initial weights drawn on the device, fast; the same for the same name and seed, whatever the order."""
+
+    def __init__(self, device: torch.device, seed: int = 0, std: float = 0.02):
+        self.device, self.seed, self.std = device, seed, std
+
+    def __call__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, *, expert: int | None = None) -> Tensor:
+        key = np.random.SeedSequence([self.seed, *name.encode(), 0 if expert is None else expert + 1]).generate_state(2, np.uint32)
+        generator = torch.Generator(self.device).manual_seed(int(key[0]) << 31 | int(key[1]) >> 1)
+        return torch.empty(shape, dtype=dtype, device=self.device).normal_(std=self.std, generator=generator)
+
+    def with_std(self, std: float) -> DeviceNormal:
+        """The same draws, scaled."""
+        return DeviceNormal(self.device, self.seed, std)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A microbatch of B rows of S tokens, half of each a prompt: its streams on the host, and as the model reads it."""
+
+    batch: int
+    seq_length: int
+    streams: Streams
+    inputs: MicrobatchInputs
+
+    @property
+    def num_tokens(self) -> int:
+        """Clean tokens: what throughput counts."""
+        return self.batch * self.seq_length
+
+
+def synthetic(config: ModelConfig, batch: int, seq_length: int, device: torch.device, *, objective: ObjectiveConfig | None = None,
+              seed: int = 0, split: SequenceSplit = SequenceSplit()) -> Workload:  # noqa: B008 (immutable)
+    """Random tokens and the draws of `seed`; without an objective, one canvas a row, each self-conditioned."""
+    objective = objective or ObjectiveConfig(self_conditioning_prob=1.0)
+    generator = np.random.default_rng(seed)
+    half = seq_length // 2
+    fit = fit_example(half, seq_length - half, seq_length=seq_length, canvas_length=config.canvas_length)
+    rows = [RowRequest([row], [DrawKey(seed, Stream.TRAIN, 0, row, 0)], [fit], [False]) for row in range(batch)]
+    plan = plan_batch(rows, objective, micro_batch_size=batch)
+    tokens = [generator.integers(FIRST_TOKEN, config.vocab_size, seq_length) for _ in range(batch)]
+    streams = build_streams(plan.microbatches[0][0], tokens, objective, plan.denominators, vocab_size=config.vocab_size,
+                            fill_token=config.fill_token_id)
+    inputs = microbatch_inputs(streams, config, dtype=torch.float32, split=split)
+    return Workload(batch, seq_length, streams, to_device(inputs, device))
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds a call: median, least and most; peak GiB of device memory (0 on a CPU); what the last call returned."""
+
+    median: float
+    least: float
+    most: float
+    peak_gib: float
+    value: float
+
+
+def measure(step: Callable[[], float], device: torch.device, *, warmup: int = 2, repeats: int = 5) -> Timing:
+    """Time `step`, which returns a number that it read from the device, so that nothing is left running."""
+    for _ in range(warmup):
+        step()
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        value = step()
+        if on_gpu:
+            torch.cuda.synchronize(device)
+        times.append((time.perf_counter() - start) * 1e3)
+    peak = torch.cuda.max_memory_allocated(device) / 2**30 if on_gpu else 0.0
+    return Timing(statistics.median(times), min(times), max(times), peak, value)
