@@ -1,6 +1,7 @@
 """How a kernel is held to its reference: one function runs either, in the given dtype, and returns outputs and gradients."""
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 from collections.abc import Callable, Sequence
@@ -22,6 +23,22 @@ def need_kernels(device: str) -> None:
         pytest.skip("needs triton, whose interpreter runs kernels on a CPU")
     if device == "cpu" and torch.cuda.is_available():
         pytest.skip("needs no CUDA device: kernels are compiled where there is one, not interpreted")
+    if device == "cpu":
+        _mend_interpreter()
+
+
+@functools.cache
+def _mend_interpreter() -> None:
+    """Let loops read their bounds from memory: Triton 3.6 makes an index of an array of one number, which numpy 2.4 refuses."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patch_and_mend(tensor, scope) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patch_and_mend
 
 
 def as_many_as(rows: int, device: str) -> int:
