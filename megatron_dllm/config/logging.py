@@ -10,6 +10,7 @@ class LoggingConfig:
     """Logging"""
 
     log_interval: int = flag("Steps between log lines.", 10)
+    log_num_zeros_in_grad: bool = flag("Count the elements of the whole gradient that are exactly zero, in every step.", False)
     log_throughput: bool = flag("Log TFLOP/s per GPU and its share of the peak.", False)
     peak_tflops: float | None = flag("Peak that the share is taken of; without it: the device's known dense bf16 peak.", None)
     run_dir: str | None = flag(

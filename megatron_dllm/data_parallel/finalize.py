@@ -46,5 +46,9 @@ def gradient_norm(pieces: Iterable[Piece], world: Group) -> Tensor:
 
 def count_zeros(pieces: Iterable[Piece], world: Group) -> int:
     """Elements of real parameters, over the whole model, whose gradient is exactly zero."""
-    own = sum(int((piece.gradient == 0).sum()) - piece.num_fill for piece in pieces if piece.counted)
-    return own if world.size == 1 else int(communication.all_reduce(torch.tensor(own), world).item())
+    pieces = list(pieces)
+    own = torch.zeros((), dtype=torch.int64, device=pieces[0].gradient.device if pieces else None)
+    for piece in pieces:
+        if piece.counted:
+            own += (piece.gradient == 0).sum() - piece.num_fill
+    return int(communication.all_reduce(own, world).item())

@@ -111,7 +111,8 @@ class Trainer:
             for prepared in training_batches(self.train, start_iteration=start, iterations=self.total_iterations):
                 profiler.before_step(iteration)
                 self.model.train()
-                result = train_step(self.model, self.optimizer, prepared.inputs, self.schedule.at(iteration), pipeline=self.pipeline)
+                result = train_step(self.model, self.optimizer, prepared.inputs, self.schedule.at(iteration), pipeline=self.pipeline,
+                                    count_zeros=self.run.logging.log_num_zeros_in_grad)
                 mark = self._measure(prepared, meter, mark)
                 self._note_skipped(result, prepared, iteration, skipped, logger)
                 iteration += 1
@@ -157,7 +158,8 @@ class Trainer:
             return
         logger.log(iteration, {
             "consumed_samples": iteration * self.run.training.global_batch_size, "learning_rate": self.schedule.at(iteration - 1),
-            **loss_metrics(result.terms), "grad_norm": result.grad_norm, "skipped": skipped.in_all, **replay_metrics(result.replay),
+            **loss_metrics(result.terms), "grad_norm": result.grad_norm, "skipped": skipped.in_all,
+            **({} if result.num_zeros is None else {"num_zeros": result.num_zeros}), **replay_metrics(result.replay),
             **balance_metrics(self.model.routing.drain(), self.context), **meter.drain(),
             **memory_metrics(self.context.device)})
 

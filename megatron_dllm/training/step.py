@@ -23,12 +23,14 @@ class StepResult:
     """Losses of the global batch, the gradient's norm before clipping, and whether the update was made: the same on every rank.
 
     replay: what this rank's recomputes took over from their forwards (None: nothing is recomputed).
+    num_zeros: elements of the whole gradient that are exactly zero (None: not counted).
     """
 
     loss: float
     terms: LossTerms
     grad_norm: float
     replay: ReplayReport | None = None
+    num_zeros: int | None = None
 
     @property
     def is_finite(self) -> bool:
@@ -37,7 +39,7 @@ class StepResult:
 
 
 def train_step(model: DiffusionGemma, optimizer: MasterOptimizer, microbatches: Sequence[MicrobatchInputs], lr: float, *,
-               pipeline: ModelPipeline | None = None) -> StepResult:
+               pipeline: ModelPipeline | None = None, count_zeros: bool = False) -> StepResult:
     """Run the step on this rank's microbatches, through the `pipeline` that the model is a part of, if it is.
 
     A loss or gradient that is not finite leaves weights and moments as they were.
@@ -50,7 +52,7 @@ def train_step(model: DiffusionGemma, optimizer: MasterOptimizer, microbatches: 
         replay = model.recompute.monitor.report()
         replay.check(model.context)
     norm = optimizer.grad_norm()
-    result = StepResult(total.total.item(), total, norm.item(), replay)
+    result = StepResult(total.total.item(), total, norm.item(), replay, optimizer.num_zeros() if count_zeros else None)
     if result.is_finite:
         optimizer.step(lr, norm)
     else:
