@@ -29,15 +29,22 @@ def need_kernels(device: str) -> None:
 
 @functools.cache
 def _mend_interpreter() -> None:
-    """Let loops read their bounds from memory: Triton 3.6 makes an index of an array of one number, which numpy 2.4 refuses."""
+    """Two faults of Triton 3.6 where kernels are interpreted: it multiplies the bits of bf16 matrices as integers, and makes an index (a
+    loop's bound, read from memory) of an array of one number, which numpy 2.4 refuses."""
     from triton.runtime import interpreter
 
-    patch = interpreter._patch_lang_tensor
+    dot, patch = interpreter.InterpreterBuilder.create_dot, interpreter._patch_lang_tensor
+
+    def widened(handle):
+        if handle.dtype.scalar == interpreter.tl.bfloat16:
+            return interpreter.TensorHandle((handle.data.astype("uint32") << 16).view("float32"), interpreter.tl.float32)
+        return handle
 
     def patch_and_mend(tensor, scope) -> None:
         patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
+    interpreter.InterpreterBuilder.create_dot = lambda self, a, b, *others: dot(self, widened(a), widened(b), *others)
     interpreter._patch_lang_tensor = patch_and_mend
 
 
