@@ -14,6 +14,7 @@ SUITES = {
     "parity": "model, losses and gradients against transformers",
     "layouts": "training over several processes against one process",
     "pipeline": "transfers and schedules over processes: stages on integers bit for bit, the model against one process",
+    "transport": "transfers alone between the ranks of a launched world (torchrun), over NCCL on GPUs, bit for bit",
     "moe": "dispatchers, expert parallelism and dispatch replay, over processes of this machine",
     "sampler": "generation against transformers, with the same draws",
     "resume": "runs taken up again: bit-equal in the same layout, equal after gathering in any other",

@@ -110,12 +110,12 @@ def integers(draw: torch.Generator, *shape: int) -> Tensor:
     return torch.randint(-LARGEST, LARGEST + 1, shape, generator=draw).double()
 
 
-def microbatches(case: AffineCase, tp_rank: int) -> list[Microbatch]:
+def microbatches(case: AffineCase, tp_rank: int, device: torch.device) -> list[Microbatch]:
     made = []
     for number in range(len(case.coins)):
         draw = torch.Generator().manual_seed(100 + number)
         whole = [integers(draw, case.rows(number, 0), case.width) for _ in range(2)]
-        made.append(Microbatch(number, *(x.unflatten(0, (case.tp, -1))[tp_rank] if len(x) else x for x in whole)))
+        made.append(Microbatch(number, *((x.unflatten(0, (case.tp, -1))[tp_rank] if len(x) else x).to(device) for x in whole)))
     return made
 
 
@@ -128,11 +128,11 @@ class Outcome:
     losses: dict[tuple[int, int], Tensor]
 
 
-def serial(case: AffineCase, tp_rank: int) -> Outcome:
+def serial(case: AffineCase, tp_rank: int, device: torch.device) -> Outcome:
     """The same stages one after the other in one process, by plain autograd."""
-    stages = [AffineStage(case, stage) for stage in range(case.stages)]
+    stages = [AffineStage(case, stage).to(device) for stage in range(case.stages)]
     losses = {}
-    for microbatch, again in zip(microbatches(case, tp_rank), case.coins, strict=True):
+    for microbatch, again in zip(microbatches(case, tp_rank, device), case.coins, strict=True):
         x, contexts, total = None, [], 0.0
         for loop in range(2 if again else 1):
             for stage in stages:
@@ -152,22 +152,27 @@ def outcome(stages: list[AffineStage], losses: dict) -> Outcome:
 
 def pipelined(case: AffineCase, context: ParallelContext, tamper=lambda schedule, rank: schedule) -> Outcome:
     """The stages of this rank, run by the executor. `tamper` may change the schedule as this rank sees it."""
-    rank = context.pp.rank
-    stages = [AffineStage(case, chunk * case.ranks + rank) for chunk in range(case.chunks)]
+    rank, device = context.pp.rank, context.device
+    stages = [AffineStage(case, chunk * case.ranks + rank).to(device) for chunk in range(case.chunks)]
     schedule = build_schedule(Pipeline(case.ranks, case.chunks, case.coins), overlap=case.overlap)
     tokens = tuple((case.rows(m, 0) // case.tp, case.rows(m, 1) // case.tp) for m in range(len(case.coins)))
-    executor = PipelineExecutor(stages, PointToPoint(context.pp, case.batched), context.device)
+    executor = PipelineExecutor(stages, PointToPoint(context.pp, case.batched), device)
     reports = executor.run(
-        tamper(schedule, rank), microbatches(case, context.tp.rank), EdgeShapes(case.hidden, tokens, case.streams, "float64"))
+        tamper(schedule, rank), microbatches(case, context.tp.rank, device), EdgeShapes(case.hidden, tokens, case.streams, "float64"))
     return outcome(stages, {(number, loop): loss for number, loop, loss in reports})
 
 
 def compare(rank: int, case: AffineCase, tamper=lambda schedule, rank: schedule) -> dict[str, int]:
-    """Tensors compared with the serial run, those that differ in any bit, and outputs that still hold memory, on this rank."""
+    """`compare_in` of a world of the case's own size, on the CPU."""
     context = create_context(
         Topology(world=case.ranks * case.tp, pp=case.ranks, tp=case.tp), rank=rank, device=torch.device("cpu"),
         sequence_parallel=case.tp > 1)
-    got, expected = pipelined(case, context, tamper), serial(case, context.tp.rank)
+    return compare_in(context, case, tamper)
+
+
+def compare_in(context: ParallelContext, case: AffineCase, tamper=lambda schedule, rank: schedule) -> dict[str, int]:
+    """Tensors compared with the serial run, those that differ in any bit, and outputs that still hold memory, on this rank."""
+    got, expected = pipelined(case, context, tamper), serial(case, context.tp.rank, context.device)
     pairs = []
     for stage, record in got.records.items():
         for name in ("received", "gradients"):
