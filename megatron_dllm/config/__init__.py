@@ -4,6 +4,7 @@ from megatron_dllm.config.checkpoint import CheckpointConfig
 from megatron_dllm.config.data import DataConfig
 from megatron_dllm.config.generation import GenerationConfig
 from megatron_dllm.config.logging import LoggingConfig
+from megatron_dllm.config.lora import LoRAConfig
 from megatron_dllm.config.model import ModelConfig
 from megatron_dllm.config.moe import MoEConfig
 from megatron_dllm.config.objective import ObjectiveConfig
@@ -20,6 +21,7 @@ __all__ = [
     "CheckpointConfig",
     "DataConfig",
     "GenerationConfig",
+    "LoRAConfig",
     "LoggingConfig",
     "MoEConfig",
     "ModelConfig",

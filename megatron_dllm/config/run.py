@@ -14,6 +14,7 @@ from megatron_dllm.config.data import DataConfig
 from megatron_dllm.config.flags import Flag, build_parser, flags_of
 from megatron_dllm.config.generation import GenerationConfig
 from megatron_dllm.config.logging import LoggingConfig
+from megatron_dllm.config.lora import LoRAConfig
 from megatron_dllm.config.model import ModelConfig
 from megatron_dllm.config.model_source import ModelSource
 from megatron_dllm.config.moe import MoEConfig
@@ -34,6 +35,7 @@ class RunConfig:
     objective: ObjectiveConfig = ObjectiveConfig()
     data: DataConfig = DataConfig()
     training: TrainingConfig = TrainingConfig()
+    lora: LoRAConfig = LoRAConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     logging: LoggingConfig = LoggingConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -60,6 +62,7 @@ GROUPS: dict[str, type] = {
     "objective": ObjectiveConfig,
     "data": DataConfig,
     "training": TrainingConfig,
+    "lora": LoRAConfig,
     "optimizer": OptimizerConfig,
     "parallel": ParallelConfig,
     "moe": MoEConfig,

@@ -6,7 +6,7 @@ from dataclasses import MISSING, asdict, dataclass
 from typing import Any
 
 # The files of checks enter their rules into CHECKS.
-from megatron_dllm.config import checks_model, checks_moe, checks_pipeline, checks_run  # noqa: F401
+from megatron_dllm.config import checks_lora, checks_model, checks_moe, checks_pipeline, checks_run  # noqa: F401
 from megatron_dllm.config.check import CHECKS
 from megatron_dllm.config.model import ModelConfig
 from megatron_dllm.config.model_source import contradictions
@@ -54,7 +54,7 @@ RANGES: dict[str, Range] = {
          "distributed_timeout_minutes",
          "num_layers_per_virtual_pipeline_stage", "microbatch_group_size_per_virtual_pipeline_stage",
          "log_interval", "save_interval", "save_retain_interval", "save_total_limit", "save_hf_interval", "max_new_tokens",
-          "max_denoising_steps"),
+          "max_denoising_steps", "lora_rank"),
         COUNT,
     ),
     **dict.fromkeys(
@@ -64,7 +64,7 @@ RANGES: dict[str, Range] = {
     ),
     **dict.fromkeys(
         ("final_logit_softcapping", "norm_epsilon", "rotary_base", "rotary_base_global", "lr", "adam_eps", "peak_tflops", "t_min",
-         "t_max", "mtp_loss_scaling_factor"),
+         "t_max", "mtp_loss_scaling_factor", "lora_alpha"),
         POSITIVE,
     ),
     **dict.fromkeys(
@@ -117,7 +117,10 @@ NEEDS = (
           lambda run: run.model.enable_mhc_connections),
     Needs(("mhc_recompute_layer_num",), "mhc among --recompute-modules", lambda run: "mhc" in run.training.recompute_modules),
     Needs(("moe_recompute_replay",), "--recompute-granularity", lambda run: run.training.recompute_granularity is not None),
-    Needs(("moe_aux_loss_coeff", "moe_z_loss_coeff"), "a router that is trained", lambda run: not run.objective.freeze_router),
+    Needs(("moe_aux_loss_coeff", "moe_z_loss_coeff"), "a router that is trained",
+          lambda run: not run.objective.freeze_router and (run.lora.lora_rank is None or "router" in run.lora.lora_targets)),
+    Needs(("lora_alpha", "lora_targets"), "--lora-rank", lambda run: run.lora.lora_rank is not None),
+    Needs(("freeze_router",), "weights that are trained (--lora-rank freezes all)", lambda run: run.lora.lora_rank is None),
     Needs(("moe_router_bias_update_rate",), "--moe-router-enable-expert-bias", lambda run: run.moe.moe_router_enable_expert_bias),
     Needs(("moe_grouped_gemm",), "--bf16", lambda run: run.training.bf16),
     Needs(("profile_step_start", "profile_step_end"), "--profile", lambda run: run.training.profile),

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..config import ModelConfig
 from ..parallel import ParallelContext, place
 from ..tensor_parallel.initialization import Init, make_parameter
+from ..tensor_parallel.linear import unadapted
 from ..transformer.activations import gated_gelu
 
 ExpertProduct = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -24,6 +25,8 @@ class Experts(nn.Module):
 
         gate_up  [E, 2, I, H]   gate and up on an axis of their own, so that a cut along I stays a rectangle
         down     [E, H, I]
+
+    The adapters may add to the two products (see adapters.py).
     """
 
     def __init__(self, name: str, config: ModelConfig, *, context: ParallelContext, init: Init, dtype: torch.dtype, grouped: bool = True):
@@ -36,12 +39,19 @@ class Experts(nn.Module):
 
         self.gate_up = parameter("gate_up", (num_experts, 2, inner, hidden))
         self.down = parameter("down", (num_experts, hidden, inner))
+        self.gate_up_adapter = self.down_adapter = unadapted
         self.product = choose_product(dtype, hidden, self.down.shape[2], grouped=grouped)
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether any parameter asks for a gradient: the weights, or adapters beside them."""
+        return any(parameter.requires_grad for parameter in self.parameters())
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """[N, H] from rows [N, H], sorted by expert; counts int64 [E]. An expert without rows still gets a (zero) gradient."""
-        hidden = self.product(rows, self.gate_up.flatten(1, 2), counts)
-        return self.product(gated_gelu(hidden.unflatten(1, (2, -1))), self.down, counts)
+        hidden = self.gate_up_adapter(self.product(rows, self.gate_up.flatten(1, 2), counts), rows, counts)
+        activated = gated_gelu(hidden.unflatten(1, (2, -1)))
+        return self.down_adapter(self.product(activated, self.down, counts), activated, counts)
 
 
 def choose_product(dtype: torch.dtype, hidden: int, inner: int, *, grouped: bool) -> ExpertProduct:

@@ -46,7 +46,7 @@ class MoELayer(nn.Module):
             fractions = self.losses.fractions(routing.indices, tokens) if record is None else record.fractions
             weights = self._balanced(routing, tokens, fractions, call)
         # What is wholly without gradient is never recomputed.
-        if not call.is_recompute and (x.requires_grad or weights.requires_grad or self.experts.down.requires_grad):
+        if not call.is_recompute and (x.requires_grad or weights.requires_grad or self.experts.is_trained):
             call.record(Record.of(self.name, routing.indices, plan, fractions))
         trip = self.dispatcher.trip(plan, weights)
         trip.dispatch(x)

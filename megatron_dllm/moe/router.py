@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ..config import ModelConfig
 from ..parallel import ParallelContext, place
 from ..tensor_parallel.initialization import Constant, Init, make_parameter
+from ..tensor_parallel.linear import unadapted
 from ..transformer.norms import rms_norm
 from ..transformer.precision import accumulation_dtype, at_least_fp32
 from .balance import ExpertBias
@@ -37,6 +38,7 @@ class Router(nn.Module):
         super().__init__()
         self.bias = ExpertBias(config.num_experts, bias_rate, accumulation_dtype(dtype), context) if bias_rate else None
         self.topk, self.eps, self.root = config.moe_router_topk, config.norm_epsilon, config.hidden_size ** -0.5
+        self.adapter = unadapted
         held = accumulation_dtype(dtype)
 
         def parameter(which: str, shape: tuple[int, ...], how: Init) -> nn.Parameter:
@@ -50,7 +52,7 @@ class Router(nn.Module):
     def forward(self, x: Tensor, indices: Tensor | None = None) -> Routing:
         """The routing of x [T, H]; with `indices` [T, k], which a recompute has from its forward, the weights at these."""
         scaled = rms_norm(at_least_fp32(x), None, self.eps) * self.scale * self.root
-        logits = F.linear(scaled, at_least_fp32(self.weight))
+        logits = self.adapter(F.linear(scaled, at_least_fp32(self.weight)), scaled)
         probabilities = logits.softmax(-1)
         if indices is None:
             scores = probabilities.detach()

@@ -79,8 +79,15 @@ class _ColumnLinear(torch.autograd.Function):
         return (summing.wait() if summing is not None else None), None, None, *dws
 
 
+def unadapted(y: Tensor, *inputs: Tensor) -> Tensor:
+    """What stands in for a low-rank adapter where there is none: y, of the layer's result and inputs."""
+    return y
+
+
 class ColumnParallelLinear(nn.Module):
     """y = x @ W.T, with W [F, D] (or fused [parts, F, D]) cut by output feature over `tp`; see `column_linear`.
+
+    `adapter` may add to y (see adapters.py). Whoever calls `column_linear` for several layers applies each one's.
 
     With `copies` c > 1, c consecutive ranks hold the same rows (KV heads fewer than ranks): W is cut into R / c pieces.
     """
@@ -89,25 +96,27 @@ class ColumnParallelLinear(nn.Module):
         super().__init__()
         self.tp = context.tp
         self.sequence_parallel = context.sequence_parallel
+        self.adapter = unadapted
         placement = place(shape, context, cut={"tp": len(shape) - 2}, copies=copies)
         self.weight = make_parameter(name, placement, init=init, dtype=dtype, device=context.device)
 
     def forward(self, x: Tensor) -> Tensor:
-        return column_linear(x, (self.weight,), tp=self.tp, sequence_parallel=self.sequence_parallel)[0]
+        return self.adapter(column_linear(x, (self.weight,), tp=self.tp, sequence_parallel=self.sequence_parallel)[0], x)
 
 
 class RowParallelLinear(nn.Module):
-    """y = x @ W.T, with W [F, D] cut by input feature over `tp`; see `row_linear`."""
+    """y = x @ W.T, with W [F, D] cut by input feature over `tp`; see `row_linear`. `adapter` may add to y (see adapters.py)."""
 
     def __init__(self, name: str, shape: tuple[int, int], *, context: ParallelContext, init: Init, dtype: torch.dtype):
         super().__init__()
         self.tp = context.tp
         self.sequence_parallel = context.sequence_parallel
+        self.adapter = unadapted
         placement = place(shape, context, cut={"tp": 1})
         self.weight = make_parameter(name, placement, init=init, dtype=dtype, device=context.device)
 
     def forward(self, x: Tensor) -> Tensor:
-        return row_linear(x, self.weight, tp=self.tp, sequence_parallel=self.sequence_parallel)
+        return self.adapter(row_linear(x, self.weight, tp=self.tp, sequence_parallel=self.sequence_parallel), x)
 
 
 @dataclass(frozen=True)

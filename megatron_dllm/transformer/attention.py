@@ -60,5 +60,6 @@ class SelfAttention(nn.Module):
         """Queries [T, h, d], raw keys and raw values [T, g, d]; x is gathered once for all of them."""
         projections = [self.q_proj, self.k_proj] if self.v_proj is None else [self.q_proj, self.k_proj, self.v_proj]
         flat = column_linear(x, [p.weight for p in projections], tp=self.q_proj.tp, sequence_parallel=self.q_proj.sequence_parallel)
-        query, key, *value = (y.unflatten(-1, (-1, self.head_dim)) for y in flat)
+        adapted = (p.adapter(y, x) for p, y in zip(projections, flat, strict=True))
+        query, key, *value = (y.unflatten(-1, (-1, self.head_dim)) for y in adapted)
         return query, key, value[0] if value else key

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -13,3 +13,10 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 def at_least_fp32(x: Tensor) -> Tensor:
     """`x`, upcast to fp32 when it has fewer bits."""
     return x.to(accumulation_dtype(x.dtype))
+
+
+def freeze(module: nn.Module, dtype: torch.dtype) -> None:
+    """Leave the module's parameters out of training: no gradient, and held once, in `dtype`, also where trained ones are held in fp32."""
+    for parameter in module.parameters():
+        parameter.requires_grad_(False)
+        parameter.data = parameter.data.to(dtype)

@@ -12,6 +12,7 @@ from megatron_dllm.config.validation import NEEDS, RANGES, UNAVAILABLE
 
 DEEPEP = {"moe_token_dispatcher_type": "deepep", "expert_model_parallel_size": 2, "bf16": True}
 PP2 = {"pipeline_model_parallel_size": 2}
+LORA = {"lora_rank": 4}
 A2A = {"cp_comm_type": "a2a"}
 LINEAR = ("linear",) * 5 + ("full",)
 WSD = {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 60}
@@ -107,6 +108,11 @@ CASES: list[tuple[str, dict, int, str]] = [
      2, "the last group has only 1. Every group"),
     ("exports_need_a_whole_model", PP2 | {"save_hf": "s"}, 2, "no rank of a pipeline has the whole model to export; leave --save-hf out"),
     ("best_is_measured", {"save": "s", "save_best": True}, 1, "without evaluation no checkpoint is the best; set --eval-interval"),
+    ("adapters_go_somewhere", LORA | {"lora_targets": ()}, 1, "nothing is named that adapters are put beside; set --lora-targets"),
+    ("adapters_go_somewhere", LORA | {"lora_targets": ("mlp", "mlp")}, 1, "a target is named twice; set --lora-targets mlp"),
+    ("adapted_parts_run", LORA | {"lora_targets": ("mlp", "self_conditioning"), "self_conditioning_prob": 0.0}, 1, "is never run"),
+    ("adapters_without_mtp", LORA | {"mtp_num_layers": 1}, 1, "leave out --mtp-num-layers or --lora-rank"),
+    ("adapters_without_moving_bias", LORA | {"moe_router_enable_expert_bias": True}, 1, "a model that stays as it is"),
     ("temperature_falls", {"t_min": 0.9}, 1, "the temperature cannot rise over the steps; set --t-min to at most 0.8"),
 ]  # fmt: skip
 
@@ -174,6 +180,8 @@ CONDITIONS = {
     "--packing": ({}, {"packing": True}),
     "--eval-interval": ({}, {"eval_interval": 10}),
     "a router that is trained": ({"freeze_router": True}, {"freeze_router": False}),
+    "--lora-rank": ({}, {"lora_rank": 4}),
+    "weights that are trained (--lora-rank freezes all)": ({"lora_rank": 4}, {"lora_rank": None}),
     "--moe-router-enable-expert-bias": ({}, {"moe_router_enable_expert_bias": True}),
     "--bf16": ({}, {"bf16": True}),
     "--recompute-granularity": ({}, {"recompute_granularity": "full"}),

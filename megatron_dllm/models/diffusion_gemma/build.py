@@ -9,7 +9,9 @@ from ...checkpoint.model_state import load_tensors
 from ...config import ModelConfig, RunConfig
 from ...parallel import ParallelContext
 from ...tensor_parallel.initialization import Constant, Init, Initializer
+from ...transformer.precision import freeze
 from ...transformer.recompute import Recompute
+from .lora import add_adapters
 from .model import DiffusionGemma
 from .stages import model_layout
 from .transformers_directory import TransformersDirectory
@@ -21,15 +23,16 @@ def build_model(run: RunConfig, context: ParallelContext, *, init: Init | None =
     """The model of a run, or this rank's part of it, with initial weights; frozen parts ask for no gradient and are held in the compute
     dtype."""
     part = model_layout(run).part(context.pp.rank) if context.pp.size > 1 else None
+    init = init or Initializer(run.training.seed, run.model.init_method_std)
     model = DiffusionGemma(
-        run.model, context=context, init=init or Initializer(run.training.seed, run.model.init_method_std),
+        run.model, context=context, init=init,
         dtype=dtype or (torch.bfloat16 if run.training.bf16 else torch.float32),
         recompute=Recompute.from_config(run.training, run.moe), moe=run.moe, part=part)
-    if run.objective.freeze_router:
+    if run.lora.lora_rank is not None:
+        add_adapters(model, run.lora, init)
+    elif run.objective.freeze_router:
         for block in (*model.layers.values(), *(depth.block for depth in model.mtp)):
-            for parameter in block.moe.router.parameters():
-                parameter.requires_grad_(False)
-                parameter.data = parameter.data.to(model.dtype)
+            freeze(block.moe.router, model.dtype)
     return model
 
 

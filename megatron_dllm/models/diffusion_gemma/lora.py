@@ -1,0 +1,79 @@
+"""Low-rank adapters of a model: which of its layers get them, and what then stays as it is.
+
+The stack is shared by both passes, and so are its adapters. Everything else is frozen: held once, in the compute dtype, without master,
+gradient or state.
+"""
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+
+from torch import nn
+
+from ...config import LoRAConfig
+from ...moe.adapters import ExpertAdapter, RouterAdapter
+from ...moe.experts import Experts
+from ...moe.router import Router
+from ...tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from ...tensor_parallel.adapters import ColumnAdapter, LowRank, RowAdapter
+from ...tensor_parallel.initialization import Init
+from ...transformer.precision import freeze
+from .model import DiffusionGemma
+
+# Target -> the names of its modules, whole. Linear layers, which transformers has no place for, are not among them.
+TARGETS = {
+    "attention": r"layers\.\d+\.attention\.[qkvo]_proj",
+    "mlp": r"layers\.\d+\.mlp\.(gate_up|down)",
+    "router": r"layers\.\d+\.moe\.router",
+    "self_conditioning": r"self_conditioning\.mlp\.(gate_up|down)",
+    "experts": r"layers\.\d+\.moe\.experts",
+}
+
+
+def add_adapters(model: DiffusionGemma, config: LoRAConfig, init: Init) -> None:
+    """Freeze the model, and put adapters, which are trained, beside the layers of the targets.
+
+    ValueError for a target of which a whole model has no layer.
+    """
+    freeze(model, model.dtype)
+    common = LowRank(config.lora_rank, config.lora_alpha, init, model.context, model.dtype)
+    linear = tuple(f"layers.{layer}.attention." for layer in model.config.linear_layers)
+    for target in config.lora_targets:
+        found = [(name, module) for name, module in model.named_modules()
+                 if re.fullmatch(TARGETS[target], name) and not name.startswith(linear)]
+        if not found and model.context.pp.size == 1:
+            raise ValueError(f"--lora-targets {target}: the model has no such layers (layer types {', '.join(model.config.layer_types)}); "
+                             "leave the target out")
+        for name, module in found:
+            ADD[type(module)](name, module, common)
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter's global name is that of an adapter."""
+    return re.search(r"adapter\.[ab]$", name) is not None
+
+
+def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The adapters' parameters by global name."""
+    return ((name, parameter) for name, parameter in model.named_parameters() if is_adapter(name))
+
+
+def _add_to_column(name: str, linear: ColumnParallelLinear, common: LowRank) -> None:
+    linear.adapter = ColumnAdapter(f"{name}.adapter", linear, common)
+
+
+def _add_to_row(name: str, linear: RowParallelLinear, common: LowRank) -> None:
+    linear.adapter = RowAdapter(f"{name}.adapter", linear, common)
+
+
+def _add_to_router(name: str, router: Router, common: LowRank) -> None:
+    router.adapter = RouterAdapter(f"{name}.adapter", router, common)
+
+
+def _add_to_experts(name: str, experts: Experts, common: LowRank) -> None:
+    experts.gate_up_adapter = ExpertAdapter(f"{name}.gate_up_adapter", experts, "gate_up", common)
+    experts.down_adapter = ExpertAdapter(f"{name}.down_adapter", experts, "down", common)
+
+
+ADD: dict[type, Callable[..., None]] = {
+    ColumnParallelLinear: _add_to_column, RowParallelLinear: _add_to_row, Router: _add_to_router, Experts: _add_to_experts}
