@@ -60,7 +60,8 @@ class MasterOptimizer:
                  algorithm: Algorithm = adamw, bucket_elements: int = BUCKET_ELEMENTS):
         self.clip_grad, self.context = config.clip_grad, context
         trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-        if not trainable:
+        # A stage of a pipeline may be without: one that only embeds, beside adapters.
+        if not trainable and context.pp.size == 1:
             raise ValueError("nothing is trainable: every parameter is frozen")
         self.parameters = dict(trainable)
         self.buckets = GradientBuckets(trainable, context, sharded=distributed, bucket_elements=bucket_elements)
@@ -69,6 +70,7 @@ class MasterOptimizer:
             {"params": [h.master for h in self.held if (h.piece.parameter.ndim > 1) == decayed], "weight_decay": decay}
             for decayed, decay in ((True, config.weight_decay), (False, 0.0))]
         self.torch = algorithm(groups, config)
+        self.num_steps = 0  # updates done so far
 
     @property
     def num_trained(self) -> int:
@@ -95,6 +97,7 @@ class MasterOptimizer:
         for group in self.torch.param_groups:
             group["lr"] = lr
         self.torch.step()
+        self.num_steps += 1
         self.refresh_parameters()
         self.drop_gradients()
 
@@ -115,7 +118,7 @@ class MasterOptimizer:
 
     def states(self) -> Iterator[tuple[str, str, Tensor]]:
         """(name, state, whole tensor) of every moment, gathered as `masters`; none before the first step."""
-        if self.num_steps() == 0:
+        if not self.has_moments:
             return
         for state in STATES:
             for name, whole in self._whole({h.name: self.torch.state[h.master][state] for h in self.held}):
@@ -125,14 +128,14 @@ class MasterOptimizer:
         for name, parameter, local in self.buckets.whole(values):
             yield name, gather_whole(local, parameter.placement, self.context)
 
-    def num_steps(self) -> int:
-        """Updates done so far."""
-        state = self.torch.state.get(self.held[0].master, {}) if self.held else {}
-        return int(state["step"].item()) if "step" in state else 0
+    @property
+    def has_moments(self) -> bool:
+        """Whether this rank's pieces have moments: after the first step, and not of every algorithm."""
+        return any(STATES[0] in state for state in self.torch.state.values())
 
     def shards(self) -> Iterator[Shard]:
         """What this rank holds of masters and, after the first step, of moments, as a checkpoint has them: read from it and loaded into."""
-        has_moments = self.num_steps() > 0
+        has_moments = self.has_moments
         for h in self.held:
             yield Shard.flat_range(h.name, h.master, h.piece.start, h.piece.placement)
             for state in STATES if has_moments else ():
@@ -140,6 +143,7 @@ class MasterOptimizer:
 
     def make_moments(self, num_steps: int) -> None:
         """Moments of zero, as after this many updates, for a checkpoint to be loaded into; none for 0."""
+        self.num_steps = num_steps
         for h in self.held:
             if num_steps:
                 step = torch.tensor(float(num_steps), device=h.master.device)

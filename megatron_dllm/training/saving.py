@@ -230,7 +230,7 @@ class Saver:
         trainer, context = self.trainer, self.trainer.context
         layout = {axis: context.group(axis).size for axis in ("tp", "cp", "dp", "pp", "ep", "etp", "edp")}
         return store.TrainingState(
-            iteration, iteration * trainer.run.training.global_batch_size, trainer.optimizer.num_steps(), layout, schedule_values(trainer))
+            iteration, iteration * trainer.run.training.global_batch_size, trainer.optimizer.num_steps, layout, schedule_values(trainer))
 
     def export(self, iteration: int, path: Path) -> None:
         """Write a transformers directory in the dtype that the run computes in; ranks give their parts of each tensor as it is due."""

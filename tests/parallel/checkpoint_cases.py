@@ -59,7 +59,7 @@ def save_under(rank: int, layout: str, folder: str, *flags: str) -> Taken:
     trainer = build(rank, layout, *flags)
     for number, prepared in zip(range(STEPS), training_batches(trainer.train, start_iteration=0, iterations=STEPS), strict=True):
         train_step(trainer.model, trainer.optimizer, prepared.inputs, trainer.schedule.at(number))
-    state = store.TrainingState(STEPS, STEPS * 4, trainer.optimizer.num_steps(), {}, schedule_values(trainer))
+    state = store.TrainingState(STEPS, STEPS * 4, trainer.optimizer.num_steps, {}, schedule_values(trainer))
     outcome, = CheckpointWriter(Path(folder), trainer.context.world).save(state, state_shards(trainer), to_arguments_text(trainer.run))
     assert outcome.error is None, outcome.error
     return take(trainer)

@@ -132,7 +132,7 @@ def test_step_is_torch_adamw_on_the_whole(distributed, clip):
         theirs.zero_grad()
     for name, parameter in model.named_parameters():
         assert torch.allclose(parameter, getattr(plain, name), rtol=1e-13, atol=1e-15), name
-    assert dict(ours.masters()).keys() == set(SHAPES) and ours.num_steps() == 3
+    assert dict(ours.masters()).keys() == set(SHAPES) and ours.num_steps == 3
 
 
 def test_copies_follow_their_fp32_masters():
