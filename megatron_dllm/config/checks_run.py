@@ -207,3 +207,68 @@ def gated_delta_kernels(backend: str, deterministic: bool) -> Fault | None:
         return None
     why = "its kernels add up in another order from run to run" if deterministic else "its kernels are not available yet"
     return Fault(why, "set --gdn-kernel-backend torch", {"gdn_kernel_backend": "torch"})
+
+
+NO_GRAPHS = {"cuda_graph_impl": "none"}
+
+
+@check("cuda_graph_impl", "device")
+def graphs_need_cuda(impl: str, device: str) -> Fault | None:
+    if impl == "none" or device != "cpu":
+        return None
+    return Fault("a graph is of CUDA work", "set --device cuda, or --cuda-graph-impl none", NO_GRAPHS)
+
+
+@check("cuda_graph_impl", "bf16", "moe_grouped_gemm")
+def graphs_need_grouped_products(impl: str, bf16: bool, grouped: bool) -> Fault | None:
+    if impl == "none" or bf16 and grouped:
+        return None
+    return Fault(
+        "the loop over experts reads on the host how many rows each has, and a recording cannot wait for that",
+        "set --bf16 and --moe-grouped-gemm, or --cuda-graph-impl none",
+        NO_GRAPHS,
+    )
+
+
+@check("cuda_graph_impl", "moe_token_dispatcher_type")
+def graphs_need_alltoall(impl: str, dispatcher: str) -> Fault | None:
+    if impl == "none" or dispatcher == "alltoall":
+        return None
+    return Fault("its dispatch reads sizes on the host", "set --moe-token-dispatcher-type alltoall, or --cuda-graph-impl none", NO_GRAPHS)
+
+
+@check("cuda_graph_impl", "tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size",
+       "expert_model_parallel_size", "expert_tensor_parallel_size")  # fmt: skip
+def graphs_need_whole_models(impl: str, *sizes: int) -> Fault | None:
+    if impl == "none" or max(sizes) == 1:
+        return None
+    return Fault("exchanges inside of a microbatch are not recorded (data parallelism has none)", "set --cuda-graph-impl none", NO_GRAPHS)
+
+
+@check("cuda_graph_impl", "world_size", "moe_aux_loss_coeff")
+def graphs_need_own_balance(impl: str, world_size: int, coefficient: float) -> Fault | None:
+    if impl == "none" or world_size == 1 or coefficient == 0:
+        return None
+    return Fault(
+        "the loss needs the experts' load on all ranks in the middle of a microbatch, and exchanges are not recorded",
+        "set --moe-aux-loss-coeff 0 (--moe-router-enable-expert-bias balances without an exchange there), or --cuda-graph-impl none",
+        NO_GRAPHS,
+    )
+
+
+@check("cuda_graph_impl", "recompute_granularity")
+def graphs_keep_activations(impl: str, granularity: str | None) -> Fault | None:
+    if impl == "none" or granularity is None:
+        return None
+    return Fault(
+        "what a recompute replays is counted and checked on the host, which has no part in a recorded microbatch",
+        "leave --recompute-granularity out, or set --cuda-graph-impl none",
+        NO_GRAPHS,
+    )
+
+
+@check("cuda_graph_impl", "layer_types")
+def graphs_need_attention(impl: str, layer_types: tuple[str, ...]) -> Fault | None:
+    if impl == "none" or "linear" not in layer_types:
+        return None
+    return Fault("linear layers are not recorded yet", "set --cuda-graph-impl none", NO_GRAPHS)

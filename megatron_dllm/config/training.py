@@ -35,6 +35,12 @@ class TrainingConfig:
     mhc_recompute_layer_num: int | None = flag(
         "Layers whose residual streams are computed again together from those that enter them; without it all of a stage.", None
     )
+    cuda_graph_impl: Literal["none", "local"] = flag(
+        "local: record forward and backward of a microbatch as a CUDA graph when its form (all its sizes) comes for the second time, and "
+        "replay it from then on: for steps of few tokens, which are bound by the host that starts their kernels.",
+        "none",
+    )
+    cuda_graph_limit: int = flag("Graphs held at most; microbatches of further forms run without one.", 16)
     exit_duration_in_mins: int | None = flag("Save and stop after this many minutes.", None)
     exit_interval: int | None = flag("Save and stop at the first step that this number divides.", None)
     exit_signal: Literal["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2"] = flag(

@@ -1,7 +1,6 @@
 """A microbatch as the model reads it: device tensors, the one or two passes through the stack, and what is scored after each."""
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +15,7 @@ from ..transformer.gated_delta_plan import first_runs, second_runs
 from ..transformer.token_pass import LAYER_TYPES, SequenceSplit, TokenPass, token_pass
 from ..transformer.visibility import CLEAN as NO_CANVAS
 from ..transformer.visibility import Visibility
+from .nested import map_tensors
 from .streams import Streams, TokenStream
 
 CPU = torch.device("cpu")
@@ -75,16 +75,8 @@ class MicrobatchInputs:
 
 
 def to_device(value, device: torch.device):
-    """`value` with every tensor in it on `device`: tensors, slices, numbers and None, in dataclasses, tuples and dictionaries."""
-    if isinstance(value, Tensor):
-        return value.to(device, non_blocking=True)
-    if isinstance(value, tuple):
-        return tuple(to_device(item, device) for item in value)
-    if isinstance(value, dict):
-        return {key: to_device(item, device) for key, item in value.items()}
-    if dataclasses.is_dataclass(value):
-        return type(value)(**{field.name: to_device(getattr(value, field.name), device) for field in dataclasses.fields(value)})
-    return value
+    """`value` with every tensor in it on `device`."""
+    return map_tensors(value, lambda tensor: tensor.to(device, non_blocking=True))
 
 
 def microbatch_inputs(streams: Streams, config: ModelConfig, *, dtype: torch.dtype, uniform_null: bool = False,

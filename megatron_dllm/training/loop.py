@@ -21,6 +21,7 @@ from ..moe.balance import balance_metrics
 from ..parallel import ParallelContext, Watchdog, communication
 from .batches import BatchMaker, PreparedBatch, training_batches
 from .evaluation import evaluate, sample_generations
+from .graphs import graphed
 from .logging import RunLogger
 from .operations import TokenCounts, step_operations
 from .optimizer import MasterOptimizer
@@ -104,6 +105,9 @@ class Trainer:
                             on_abort=lambda: status.failed("interrupted twice")) as signals,
               StepProfiler(training, self.run_dir, rank=rank, device=self.context.device) as profiler):
             self._announce(logger, start)
+            graphs = None
+            if training.cuda_graph_impl == "local":
+                graphs = graphed(self.model, limit=training.cuda_graph_limit, message=logger.message)
             saver = Saver(self, logger, status)
             policy = StopPolicy(training.exit_interval, training.exit_duration_in_mins, time.monotonic())
             meter = Throughput(num_devices=self.context.world.size, peak=self._peak(), with_operations=self.run.logging.log_throughput)
@@ -112,7 +116,7 @@ class Trainer:
                 profiler.before_step(iteration)
                 self.model.train()
                 result = train_step(self.model, self.optimizer, prepared.inputs, self.schedule.at(iteration), pipeline=self.pipeline,
-                                    count_zeros=self.run.logging.log_num_zeros_in_grad)
+                                    graphs=graphs, count_zeros=self.run.logging.log_num_zeros_in_grad)
                 mark = self._measure(prepared, meter, mark)
                 self._note_skipped(result, prepared, iteration, skipped, logger)
                 iteration += 1

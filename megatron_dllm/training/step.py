@@ -2,7 +2,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,6 +16,7 @@ from ..models.diffusion_gemma.model import DiffusionGemma
 from ..models.diffusion_gemma.stages import ModelPipeline
 from ..moe.replay import ReplayReport
 from ..parallel import Group, communication
+from .graphs import GraphedMicrobatches
 from .logging import noise_level_name
 from .optimizer import MasterOptimizer
 
@@ -39,14 +42,14 @@ class StepResult:
 
 
 def train_step(model: DiffusionGemma, optimizer: MasterOptimizer, microbatches: Sequence[MicrobatchInputs], lr: float, *,
-               pipeline: ModelPipeline | None = None, count_zeros: bool = False) -> StepResult:
-    """Run the step on this rank's microbatches, through the `pipeline` that the model is a part of, if it is.
+               pipeline: ModelPipeline | None = None, graphs: GraphedMicrobatches | None = None, count_zeros: bool = False) -> StepResult:
+    """Run the step on this rank's microbatches, through the `pipeline` that the model is a part of, if it is, or by CUDA graphs.
 
     A loss or gradient that is not finite leaves weights and moments as they were.
 
     ReplayError, before the update, if what MoE layers recorded for their recompute has changed.
     """
-    total = forward_backward(model, optimizer, microbatches, pipeline)
+    total = forward_backward(model, optimizer, microbatches, pipeline, graphs)
     replay = None
     if model.recompute.parts:
         replay = model.recompute.monitor.report()
@@ -64,14 +67,18 @@ def train_step(model: DiffusionGemma, optimizer: MasterOptimizer, microbatches: 
 
 
 def forward_backward(model: DiffusionGemma, optimizer: MasterOptimizer, microbatches: Sequence[MicrobatchInputs],
-                     pipeline: ModelPipeline | None = None) -> LossTerms:
+                     pipeline: ModelPipeline | None = None, graphs: GraphedMicrobatches | None = None) -> LossTerms:
     """The global batch's losses; finished gradients are left in the optimizer's buckets."""
-    if pipeline is None:
-        total = _one_after_the_other(model, optimizer, microbatches)
-    else:
+    if pipeline is not None:
         total = pipeline.train(microbatches)
         # A parameter has several backwards a microbatch here (two loops, head and embedding), so that none of them is the last.
         optimizer.buckets.last_microbatch()
+    elif graphs is not None:
+        total = functools.reduce(operator.add, map(graphs, microbatches))
+        # A recording serves every microbatch, so that none of them can be the last.
+        optimizer.buckets.last_microbatch()
+    else:
+        total = _one_after_the_other(model, optimizer, microbatches)
     optimizer.finish_gradients()
     return sum_terms(sum_terms(total, model.context.dp_cp), model.context.pp)
 

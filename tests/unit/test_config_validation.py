@@ -15,6 +15,7 @@ PP2 = {"pipeline_model_parallel_size": 2}
 LORA = {"lora_rank": 4}
 A2A = {"cp_comm_type": "a2a"}
 LINEAR = ("linear",) * 5 + ("full",)
+GRAPHS = {"cuda_graph_impl": "local", "bf16": True}
 WSD = {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 60}
 GOOD = parse(["--preset", "toy", "--train-iters", "100", "--data-path", "data.jsonl", "--global-batch-size", "24"])
 
@@ -68,6 +69,14 @@ CASES: list[tuple[str, dict, int, str]] = [
     ("samples_fill_a_batch", {"train_iters": None, "train_samples": 23}, 1, "set --train-samples to at least 24"),
     ("reweighting_is_bounded", {"diffusion_loss": "reweighted-loo", "noise_min": 0.5}, 1, "leaves no range; set --noise-min below 0.5"),
     ("antithetic_needs_company", {"noise_sampling": "antithetic", "global_batch_size": 1}, 1, "no others to be spread against"),
+    ("graphs_need_cuda", GRAPHS | {"device": "cpu"}, 1, "a graph is of CUDA work; set --device cuda, or --cuda-graph-impl none"),
+    ("graphs_need_grouped_products", GRAPHS | {"bf16": False}, 1, "reads on the host how many rows each has"),
+    ("graphs_need_grouped_products", GRAPHS | {"moe_grouped_gemm": False}, 1, "set --bf16 and --moe-grouped-gemm, or --cuda-graph"),
+    ("graphs_need_alltoall", GRAPHS | {"moe_token_dispatcher_type": "allgather"}, 1, "its dispatch reads sizes on the host"),
+    ("graphs_need_whole_models", GRAPHS | {"tensor_model_parallel_size": 2}, 2, "exchanges inside of a microbatch are not recorded"),
+    ("graphs_need_own_balance", GRAPHS | {"moe_aux_loss_coeff": 0.1}, 2, "set --moe-aux-loss-coeff 0 (--moe-router-enable-expert-bias"),
+    ("graphs_keep_activations", GRAPHS | {"recompute_granularity": "full"}, 1, "leave --recompute-granularity out"),
+    ("graphs_need_attention", GRAPHS | {"layer_types": LINEAR}, 1, "linear layers are not recorded yet"),
     ("some_data", {"data_path": ()}, 1, "there is nothing to train on; give --data-path, or set --data-source to sudoku"),
     ("blend_alternates", {"data_path": ("0.5", "a", "b")}, 1, "weights and paths must alternate"),
     ("columns_are_pairs", {"data_columns": ("messages=x", "prompt")}, 1, "prompt is not OURS=THEIRS"),
@@ -178,6 +187,7 @@ CONDITIONS = {
     "--data-source sudoku": ({}, {"data_source": "sudoku"}),
     "--tokenizer-type HuggingFaceTokenizer": ({}, {"tokenizer_type": "HuggingFaceTokenizer"}),
     "--packing": ({}, {"packing": True}),
+    "--cuda-graph-impl local": ({}, GRAPHS),
     "--eval-interval": ({}, {"eval_interval": 10}),
     "a router that is trained": ({"freeze_router": True}, {"freeze_router": False}),
     "--lora-rank": ({}, {"lora_rank": 4}),

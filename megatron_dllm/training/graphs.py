@@ -1,0 +1,224 @@
+"""CUDA graphs: forward and backward of a whole microbatch as one launch, for microbatches whose form has come before.
+
+A step of few tokens is bound by the host, which starts some thousand kernels one by one. Recorded once, they are started again together
+("replayed"), on the same memory: so inputs are copied to where the recording read them, gradients go to the buckets as recorded, and what
+the microbatch gives is copied away from where it was written. Everything that is not a number in a device tensor is part of the recording;
+`form_of` a microbatch is what decides which recording fits.
+"""
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..diffusion.inputs import MicrobatchInputs
+from ..diffusion.losses import LossTerms
+from ..diffusion.nested import form_of, map_tensors, tensors_of
+from ..models.diffusion_gemma.model import DiffusionGemma
+from ..moe.balance import RoutingFigures
+
+ALIGNMENT = 256  # bytes: kernels are compiled for aligned pointers, and those of an allocator are
+
+
+@dataclass(frozen=True)
+class MicrobatchResult:
+    """Losses, and what routers noted by layer: their figures, and their experts' load where a bias follows it."""
+
+    terms: LossTerms
+    figures: dict[str, RoutingFigures]
+    loads: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Recording:
+    """Device work that `replay` does again; `result` is where it leaves what the recorded function returned."""
+
+    replay: Callable[[], None]
+    result: Any
+
+
+class Recorder(Protocol):
+    """Runs a function of device work as an ordinary call, to warm it up, and records it."""
+
+    def warm_up(self, function: Callable[[], Any]) -> Any:
+        """function(), done; it will be recorded later."""
+
+    def record(self, function: Callable[[], Any]) -> Recording:
+        """The recording of function(); whether recording does the work is left open, a replay after it does."""
+
+
+class CudaRecorder:
+    """CUDA graphs on a stream of their own. All share one pool of memory, so they must run one after the other, and their results be
+    copied before the next one runs."""
+
+    def __init__(self, device: torch.device):
+        self.stream, self.pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+
+    def warm_up(self, function: Callable[[], Any]) -> Any:
+        # On the stream of the recording: handles, workspaces and compiled kernels are then there.
+        current = torch.cuda.current_stream()
+        self.stream.wait_stream(current)
+        with torch.cuda.stream(self.stream):
+            result = function()
+        current.wait_stream(self.stream)
+        return result
+
+    def record(self, function: Callable[[], Any]) -> Recording:
+        # A node that adds to a parameter's gradient remembers the stream on which it was made: none of another stream may be left.
+        gc.collect()
+        graph = torch.cuda.CUDAGraph()
+        # Threads of the process that have no part in this (NCCL's, a loader's) go on calling CUDA meanwhile.
+        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+            result = function()
+        return Recording(graph.replay, result)
+
+
+class StaticInputs:
+    """A microbatch at fixed addresses on a device: all its tensors lie in one buffer, so that they come from the host in one copy."""
+
+    def __init__(self, like: MicrobatchInputs, device: torch.device):
+        sources = tensors_of(like)
+        self.places, self.num_bytes = [], 0
+        for tensor in sources:
+            self.places.append(self.num_bytes)
+            self.num_bytes += -(-tensor.numel() * tensor.itemsize // ALIGNMENT) * ALIGNMENT
+        self.buffer = torch.zeros(self.num_bytes, dtype=torch.uint8, device=device)
+        self.tensors = self._views(self.buffer, sources)
+        remaining = iter(self.tensors)
+        self.inputs: MicrobatchInputs = map_tensors(like, lambda _: next(remaining))
+
+    def _views(self, buffer: Tensor, like: list[Tensor]) -> list[Tensor]:
+        return [buffer[start:start + tensor.numel() * tensor.itemsize].view(tensor.dtype).view(tensor.shape)
+                for start, tensor in zip(self.places, like, strict=True)]
+
+    def load(self, inputs: MicrobatchInputs) -> None:
+        """Take over the numbers of `inputs`, of the same form, on the host or on the device."""
+        sources = tensors_of(inputs)
+        if all(tensor.device == self.buffer.device for tensor in sources):
+            torch._foreach_copy_(self.tensors, sources)
+            return
+        # A fresh staging buffer each time: the copy from the last one may not be over.
+        staging = torch.empty(self.num_bytes, dtype=torch.uint8, pin_memory=self.buffer.is_cuda)
+        for target, tensor in zip(self._views(staging, sources), sources, strict=True):
+            target.copy_(tensor)
+        self.buffer.copy_(staging, non_blocking=True)
+
+
+@dataclass
+class GraphCounts:
+    """Microbatches since the last report: replayed, recorded, run as ordinary calls; and recordings held in all."""
+
+    replayed: int = 0
+    recorded: int = 0
+    eager: int = 0
+    held: int = 0
+
+
+class GraphedMicrobatches:
+    """Runs forward and backward of microbatches: a form that is new as an ordinary call, one that comes again by its recording.
+
+    run      forward and backward of inputs on the device; the gradients are left where the same address is meant each time
+    note     takes what a microbatch gave beside its losses
+    limit    recordings held at most; further forms stay ordinary calls
+    message  told of every recording
+    """
+
+    def __init__(self, run: Callable[[MicrobatchInputs], MicrobatchResult], note: Callable[[MicrobatchResult], None], recorder: Recorder, *,
+                 device: torch.device, limit: int, message: Callable[[str], None] = lambda text: None):
+        self.run, self.note, self.recorder, self.device = run, note, recorder, device
+        self.limit, self.message = limit, message
+        self._seen: set[Hashable] = set()
+        self._held: dict[Hashable, tuple[StaticInputs, Recording]] = {}
+        self._counts = GraphCounts()
+
+    def __call__(self, inputs: MicrobatchInputs) -> LossTerms:
+        """The losses of a microbatch, whose gradients are added to the buckets' when the device gets there."""
+        form = form_of(inputs)
+        if form not in self._held:
+            if form not in self._seen or len(self._held) >= self.limit:
+                self._seen.add(form)
+                self._counts.eager += 1
+                return self._eager(inputs)
+            self._record(form, inputs)
+        static, recording = self._held[form]
+        static.load(inputs)
+        recording.replay()
+        self._counts.replayed += 1
+        result = copied(recording.result)
+        self.note(result)
+        return result.terms
+
+    def _eager(self, inputs: MicrobatchInputs) -> LossTerms:
+        static = StaticInputs(inputs, self.device)
+        static.load(inputs)
+        result = self.recorder.warm_up(lambda: self.run(static.inputs))
+        self.note(result)
+        return result.terms
+
+    def _record(self, form: Hashable, inputs: MicrobatchInputs) -> None:
+        static = StaticInputs(inputs, self.device)
+        static.load(inputs)
+        self._held[form] = static, self.recorder.record(lambda: self.run(static.inputs))
+        self._counts.recorded += 1
+        passes = [inputs.first_pass, *([] if inputs.second_pass is None else [inputs.second_pass])]
+        self.message(f"CUDA graph {len(self._held)} of at most {self.limit} (--cuda-graph-limit): passes of "
+                     f"{' and '.join(str(p.num_tokens) for p in passes)} tokens, {static.num_bytes / 2 ** 20:.1f} MiB of inputs")
+
+    def drain(self) -> GraphCounts:
+        """The counts since the last call."""
+        counts, self._counts = self._counts, GraphCounts()
+        counts.held = len(self._held)
+        return counts
+
+
+def copied(result: Any) -> Any:
+    """`result` with its tensors copied to memory of their own, a launch a dtype."""
+    sources = tensors_of(result)
+    copies = [torch.empty_like(tensor) for tensor in sources]
+    torch._foreach_copy_(copies, sources)
+    remaining = iter(copies)
+    return map_tensors(result, lambda _: next(remaining))
+
+
+def forward_backward_of(model: DiffusionGemma) -> Callable[[MicrobatchInputs], MicrobatchResult]:
+    """The function that runs a microbatch and gives what it made, the routers' notes taken out of the model."""
+
+    def run(inputs: MicrobatchInputs) -> MicrobatchResult:
+        before, loads_before = model.routing.drain(), _take_loads(model)
+        terms = model(inputs)
+        terms.total.backward()
+        result = MicrobatchResult(terms.detach(), model.routing.drain(), _take_loads(model))
+        _note(model, MicrobatchResult(terms, before, loads_before))
+        return result
+
+    return run
+
+
+def graphed(model: DiffusionGemma, *, limit: int, message: Callable[[str], None]) -> GraphedMicrobatches:
+    """A model's microbatches by CUDA graphs. ValueError where there is no CUDA device."""
+    device = model.context.device
+    if device.type != "cuda":
+        raise ValueError(f"--cuda-graph-impl local records CUDA graphs, and the device is {device}; set --cuda-graph-impl none")
+    return GraphedMicrobatches(forward_backward_of(model), lambda result: _note(model, result), CudaRecorder(device), device=device,
+                               limit=limit, message=message)
+
+
+def _note(model: DiffusionGemma, result: MicrobatchResult) -> None:
+    for layer, figures in result.figures.items():
+        model.routing.note(layer, figures)
+    for number, load in result.loads.items():
+        bias = model.layers[number].moe.router.bias
+        bias.load = load if bias.load is None else bias.load + load
+
+
+def _take_loads(model: DiffusionGemma) -> dict[str, Tensor]:
+    loads = {}
+    for number, block in model.layers.items():
+        bias = block.moe.router.bias
+        if bias is not None and bias.load is not None:
+            loads[number], bias.load = bias.load, None
+    return loads

@@ -1,0 +1,196 @@
+"""training.graphs: microbatches of one form are replayed, with inputs and results copied; held to ordinary calls, bit for bit."""
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from megatron_dllm.config import PRESETS, ModelConfig, MoEConfig, ObjectiveConfig, OptimizerConfig
+from megatron_dllm.diffusion.inputs import to_device
+from megatron_dllm.diffusion.nested import form_of, map_tensors, tensors_of
+from megatron_dllm.models.diffusion_gemma.model import DiffusionGemma
+from megatron_dllm.parallel import ParallelContext
+from megatron_dllm.tensor_parallel.initialization import Initializer
+from megatron_dllm.training.graphs import (
+    GraphedMicrobatches,
+    Recording,
+    StaticInputs,
+    _note,
+    forward_backward_of,
+    graphed,
+)
+from megatron_dllm.training.optimizer import MasterOptimizer
+from megatron_dllm.training.step import train_step
+from tests.unit.toy import CONFIG, LENGTHS, toy_inputs, toy_model, toy_plan
+
+CPU = torch.device("cpu")
+ALWAYS = ObjectiveConfig(self_conditioning_prob=1.0)
+
+
+class Rerun:
+    """A recorder whose recordings call the function again and leave the results where the first ones were."""
+
+    def __init__(self):
+        self.warm_ups = self.records = self.replays = 0
+
+    def warm_up(self, function):
+        self.warm_ups += 1
+        return function()
+
+    def record(self, function):
+        self.records += 1
+        with torch.no_grad():
+            kept = [p.clone() for p in self.untouched]
+        result = function()
+        for gradient, before in zip(self.untouched, kept, strict=True):  # a recording does no work
+            gradient.copy_(before)
+
+        def replay():
+            self.replays += 1
+            for target, source in zip(tensors_of(result), tensors_of(function()), strict=True):
+                target.copy_(source)
+
+        return Recording(replay, result)
+
+    untouched: tuple[torch.Tensor, ...] = ()
+
+
+def reshuffled(inputs, seed: int, config: ModelConfig = CONFIG):
+    """The same microbatch with other tokens."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def drawn(tokens):
+        return torch.randint(3, config.vocab_size, tokens.shape, generator=generator)
+
+    return dataclasses.replace(
+        inputs, clean=dataclasses.replace(inputs.clean, tokens=drawn(inputs.clean.tokens)),
+        canvas=dataclasses.replace(inputs.canvas, tokens=drawn(inputs.canvas.tokens)), second_tokens=drawn(inputs.second_tokens))
+
+
+def runner(model, optimizer, limit=8, message=lambda text: None):
+    recorder = Rerun()
+    recorder.untouched = tuple(bucket.gradients for bucket in optimizer.buckets.buckets)
+    return recorder, GraphedMicrobatches(forward_backward_of(model), lambda result: _note(model, result), recorder, device=CPU, limit=limit,
+                                         message=message)
+
+
+def one_form(count: int):
+    inputs = toy_inputs(toy_plan(ALWAYS), objective=ALWAYS)
+    return [reshuffled(inputs, seed) for seed in range(count)]
+
+
+def test_steps_with_graphs_are_bit_equal_to_steps_without():
+    plain, model = toy_model(), toy_model()
+    optimizers = [MasterOptimizer(m, OptimizerConfig(lr=1e-2), m.context) for m in (plain, model)]
+    recorder, graphs = runner(model, optimizers[1])
+    for step in range(3):
+        batch = [reshuffled(inputs, 10 * step + n) for n, inputs in enumerate(one_form(2))]
+        expected = train_step(plain, optimizers[0], batch, 1e-2)
+        got = train_step(model, optimizers[1], batch, 1e-2, graphs=graphs)
+        assert got.loss == expected.loss and got.grad_norm == expected.grad_norm
+        assert all(torch.equal(a, b) for a, b in zip(tensors_of(got.terms), tensors_of(expected.terms), strict=True))
+    assert (recorder.warm_ups, recorder.records, recorder.replays) == (1, 1, 5)
+    for (name, a), (_, b) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+        assert torch.equal(a, b), name
+    expected, got = plain.routing.drain(), model.routing.drain()
+    assert list(expected) == list(got)
+    assert all(torch.equal(a, b) for a, b in zip(tensors_of(got), tensors_of(expected), strict=True))
+
+
+def test_results_survive_the_next_replay():
+    model = toy_model()
+    optimizer = MasterOptimizer(model, OptimizerConfig(), model.context)
+    _, graphs = runner(model, optimizer)
+    batches = one_form(4)
+    kept = [graphs(inputs) for inputs in batches]
+    with torch.no_grad():
+        again = [model(inputs) for inputs in batches]
+    assert [k.total for k in kept] == [a.total for a in again]
+    assert len({k.total.item() for k in kept}) == 4
+
+
+def test_a_new_form_is_an_ordinary_call_and_the_limit_holds():
+    model, told = toy_model(), []
+    optimizer = MasterOptimizer(model, OptimizerConfig(), model.context)
+    recorder, graphs = runner(model, optimizer, limit=1, message=told.append)
+    forms = [toy_inputs(toy_plan(lengths=LENGTHS[:n])) for n in (2, 3)]
+    assert form_of(forms[0]) != form_of(forms[1])
+    for inputs in (*forms, *forms, *forms):
+        graphs(inputs)
+    assert (recorder.records, recorder.replays) == (1, 2)
+    counts = graphs.drain()
+    assert (counts.replayed, counts.recorded, counts.eager, counts.held) == (2, 1, 4, 1)
+    assert graphs.drain().replayed == 0
+    assert len(told) == 1 and "1 of at most 1 (--cuda-graph-limit)" in told[0]
+
+
+def test_the_form_knows_what_shapes_the_work():
+    inputs = toy_inputs(toy_plan(ALWAYS), objective=ALWAYS)
+    assert form_of(inputs) == form_of(reshuffled(inputs, 3))
+    assert hash(form_of(inputs)) == hash(form_of(reshuffled(inputs, 3)))
+    assert form_of(inputs) != form_of(dataclasses.replace(inputs, uniform_null=True))
+    first = dataclasses.replace(inputs.first_pass, num_clean=inputs.first_pass.num_clean - 1, num_canvas=inputs.first_pass.num_canvas + 1)
+    assert form_of(inputs) != form_of(dataclasses.replace(inputs, first_pass=first))
+    assert form_of(inputs) != form_of(map_tensors(inputs, lambda x: x.to(torch.float32) if x.is_floating_point() else x))
+    assert form_of((slice(0, 2),)) != form_of((slice(0, 3),))
+    with pytest.raises(TypeError, match="ndarray in nested inputs"):
+        form_of((torch.zeros(2).numpy(),))
+
+
+def test_static_inputs_take_over_every_tensor():
+    inputs, other = one_form(2)
+    static = StaticInputs(inputs, CPU)
+    assert form_of(static.inputs) == form_of(inputs)
+    addresses = [tensor.data_ptr() for tensor in static.tensors]
+    assert all((address - static.buffer.data_ptr()) % 256 == 0 for address in addresses)
+    for source in (inputs, other):
+        static.load(source)
+        assert all(torch.equal(a, b) for a, b in zip(tensors_of(static.inputs), tensors_of(source), strict=True))
+    assert addresses == [tensor.data_ptr() for tensor in tensors_of(static.inputs)]
+
+
+def test_without_cuda_graphs_are_refused():
+    with pytest.raises(ValueError, match="the device is cpu; set --cuda-graph-impl none"):
+        graphed(toy_model(), limit=1, message=print)
+
+
+WIDE = dataclasses.replace(PRESETS["toy"], num_layers=3, layer_types=("sliding", "sliding", "full"), window_size=32, canvas_length=16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("moe", [MoEConfig(), MoEConfig(moe_aux_loss_coeff=0.1, moe_z_loss_coeff=0.1, moe_router_enable_expert_bias=True)],
+                         ids=["plain", "balanced"])
+def test_cuda_graphs_give_the_same_losses_and_gradients(moe):
+    device = torch.device("cuda", 0)
+
+    def built():
+        model = DiffusionGemma(WIDE, context=ParallelContext.single(device), init=Initializer(5, 0.15), dtype=torch.bfloat16, moe=moe)
+        return model, MasterOptimizer(model, OptimizerConfig(lr=1e-3), model.context)
+
+    (plain, plain_optimizer), (model, optimizer) = built(), built()
+    inputs = toy_inputs(toy_plan(ALWAYS, config=WIDE), objective=ALWAYS, config=WIDE, dtype=torch.float32)
+    graphs = graphed(model, limit=2, message=print)
+    torch.set_deterministic_debug_mode("default")  # filling fresh memory would be recorded too
+    for step in range(5):
+        batch = [reshuffled(inputs, 2 * step + n, WIDE) for n in range(2)]
+        expected = train_step(plain, plain_optimizer, batch, 1e-3)
+        got = train_step(model, optimizer, batch, 1e-3, graphs=graphs)
+        assert (got.loss, got.grad_norm) == (expected.loss, expected.grad_norm), f"step {step}"
+    assert graphs.drain().replayed == 9
+    for (name, a), (_, b) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+@pytest.mark.gpu
+def test_a_microbatch_waits_for_nobody():
+    device = torch.device("cuda", 0)
+    torch.set_deterministic_debug_mode("default")
+    model = DiffusionGemma(WIDE, context=ParallelContext.single(device), init=Initializer(5, 0.15), dtype=torch.bfloat16)
+    inputs = to_device(toy_inputs(toy_plan(ALWAYS, config=WIDE), objective=ALWAYS, config=WIDE, dtype=torch.float32), device)
+    model(inputs).total.backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        model(inputs).total.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
