@@ -14,6 +14,7 @@ from pathlib import Path
 SUITES = {
     "h200": ("training", "training steps of real width beside transformers, on one GPU"),
     "cpu": ("training", "training steps of the toy beside transformers, on a CPU"),
+    "moe": ("moe", "training steps by dispatcher and recompute over ranks that share experts: time, exchanges, exposed communication"),
 }
 
 

@@ -1,0 +1,169 @@
+"""Training steps beside transformers': the same weights (shared in memory), tokens and draws, one after the other in one process.
+
+A row counts only if both losses agree to 2e-3 relative in bf16; before, two layers in fp32 must agree to 1e-5.
+"""
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from megatron_dllm.config import ModelConfig, ObjectiveConfig, OptimizerConfig
+from megatron_dllm.models.diffusion_gemma.model import DiffusionGemma
+from megatron_dllm.parallel import ParallelContext
+from megatron_dllm.training.optimizer import MasterOptimizer
+from megatron_dllm.training.step import train_step
+
+from .peers import TransformersStep, transformers_model
+from .workload import DeviceNormal, Timing, Workload, measure, real_width, synthetic, toy_width
+
+AGREE = {torch.bfloat16: 2e-3, torch.float32: 1e-5}
+SIX = ["sliding"] * 5 + ["full"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table. `aim`: how many times faster than the peer it is to be; all canvases and long sequences have no peer here."""
+
+    name: str
+    batch: int
+    seq_length: int
+    aim: float | None = None
+    all_canvases: bool = False
+    optimizer: bool = False
+    streams: int = 1
+
+    @property
+    def has_peer(self) -> bool:
+        return self.aim is not None
+
+
+H200_ROWS = (
+    Row("4 x 1024", 4, 1024, 2.5), Row("1 x 4096", 1, 4096, 3.0), Row("1 x 1024", 1, 1024, 3.0),
+    Row("1 x 4096, all canvases", 1, 4096, all_canvases=True), Row("1 x 32768", 1, 32768), Row("4 x 1024, mHC n = 4", 4, 1024, streams=4),
+    Row("4 x 1024 with AdamW", 4, 1024, 2.0, optimizer=True))
+CPU_ROWS = (Row("4 x 128", 4, 128, 1.5), Row("1 x 512", 1, 512, 1.5), Row("1 x 64", 1, 64, 1.5))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rows", nargs="*", metavar="NAME", help="Rows to run, by name; all of them if not given.")
+    parser.add_argument("--repeats", type=int, default=5, help="Timed steps of each row and side.")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the table; the number of rows whose losses disagree or that are slower than their aim."""
+    on_gpu = arguments.suite == "h200"
+    if on_gpu and not torch.cuda.is_available():
+        raise SystemExit("error: the suite h200 needs a CUDA device, and torch sees none; --suite cpu runs here")
+    device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
+    rows = [row for row in (H200_ROWS if on_gpu else CPU_ROWS) if not arguments.rows or row.name in arguments.rows]
+    width = real_width if on_gpu else toy_width
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    machine = torch.cuda.get_device_name(device) if on_gpu else "CPU"
+    print(f"torch {torch.__version__}, {machine}, compute and gradients of both sides in {dtype}")
+    failed = not agree_in_fp32(width(["sliding", "full"]), device)
+    lines = [result for row in rows for result in _run_row(row, width(SIX), device, dtype, arguments.repeats)]
+    print(f"{'row':28} {'ours ms':>9} {'peer ms':>9} {'ratio':>6} {'aim':>5} {'ours GiB':>9} {'peer GiB':>9} {'ours loss':>10} "
+          f"{'peer loss':>10}")
+    for line in lines:
+        print(line.text())
+    return failed + sum(not line.holds for line in lines)
+
+
+def agree_in_fp32(config: ModelConfig, device: torch.device) -> bool:
+    """Whether two layers in fp32 give both sides one loss."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    model = _model(config, device, torch.float32)
+    workload = synthetic(config, 2, 4 * config.canvas_length, device)
+    theirs = TransformersStep(transformers_model(model), config, workload)()
+    ours = _forward_backward(model, workload)()
+    difference = abs(ours - theirs) / abs(theirs)
+    holds = difference <= AGREE[torch.float32]
+    print(f"{'ok    ' if holds else 'MISSED'} two layers, fp32: loss {ours:.7f}, transformers {theirs:.7f}, relative {difference:.1e}")
+    return holds
+
+
+@dataclass(frozen=True)
+class Line:
+    """A row's measurements."""
+
+    row: Row
+    ours: Timing
+    peer: Timing | None
+    dtype: torch.dtype
+
+    @property
+    def agrees(self) -> bool:
+        return self.peer is None or abs(self.ours.value - self.peer.value) <= AGREE[self.dtype] * abs(self.peer.value)
+
+    @property
+    def holds(self) -> bool:
+        return self.agrees and (self.peer is None or self.peer.median >= self.row.aim * self.ours.median)
+
+    def text(self) -> str:
+        peer = [f"{'-':>9}", f"{'-':>6}", f"{'-':>5}"] if self.peer is None else [
+            f"{self.peer.median:9.1f}", f"{self.peer.median / self.ours.median:6.2f}", f"{self.row.aim:5.1f}"]
+        memory = "-" if self.peer is None else f"{self.peer.peak_gib:.1f}"
+        loss = "-" if self.peer is None else f"{self.peer.value:.4f}"
+        verdict = "losses differ" if not self.agrees else "" if self.holds else "missed"
+        return (f"{self.row.name:28} {self.ours.median:9.1f} {' '.join(peer)} {self.ours.peak_gib:9.1f} {memory:>9} "
+                f"{self.ours.value:10.4f} {loss:>10} {verdict}")
+
+
+def _run_row(row: Row, config: ModelConfig, device: torch.device, dtype: torch.dtype, repeats: int) -> list[Line]:
+    config = dataclasses.replace(config, enable_mhc_connections=row.streams > 1, mhc_num_residual_streams=max(row.streams, 4))
+    objective = ObjectiveConfig(self_conditioning_prob=1.0, canvases_scored="all" if row.all_canvases else "one")
+    model = _model(config, device, dtype)
+    workload = synthetic(config, row.batch, row.seq_length, device, objective=objective)
+    peer = _measure_peer(row, model, config, workload, device, repeats) if row.has_peer else None
+    ours = measure(_training_step(model, workload) if row.optimizer else _forward_backward(model, workload), device, repeats=repeats)
+    line = Line(row, ours, peer, dtype)
+    print(line.text(), flush=True)
+    del model
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return [line]
+
+
+def _measure_peer(row: Row, model: DiffusionGemma, config: ModelConfig, workload: Workload, device: torch.device, repeats: int) -> Timing:
+    theirs = transformers_model(model)
+    step = TransformersStep(theirs, config, workload)
+    if not row.optimizer:
+        return measure(step, device, repeats=repeats)
+    # It steps the weights that ours then starts from: a learning rate of zero leaves them.
+    optimizer = torch.optim.AdamW(theirs.parameters(), lr=0.0, weight_decay=0.0, fused=device.type == "cuda")
+
+    def whole() -> float:
+        loss = step.losses()
+        loss.backward()
+        value = loss.item()
+        optimizer.step()
+        optimizer.zero_grad()
+        return value
+
+    return measure(whole, device, repeats=repeats)
+
+
+def _model(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> DiffusionGemma:
+    context = ParallelContext.single(device)
+    return DiffusionGemma(config, context=context, init=DeviceNormal(device), dtype=dtype)
+
+
+def _forward_backward(model: DiffusionGemma, workload: Workload) -> Callable[[], float]:
+    def step() -> float:
+        terms = model(workload.inputs)
+        terms.total.backward()
+        value = terms.total.item()
+        for parameter in model.parameters():
+            parameter.grad = None
+        return value
+
+    return step
+
+
+def _training_step(model: DiffusionGemma, workload: Workload) -> Callable[[], float]:
+    optimizer = MasterOptimizer(model, OptimizerConfig(lr=0.0, min_lr=0.0, weight_decay=0.0), model.context)
+    return lambda: train_step(model, optimizer, [workload.inputs], 0.0).loss
