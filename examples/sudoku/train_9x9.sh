@@ -40,6 +40,7 @@ DATA_ARGS=(
   --sudoku-num-puzzles "$NUM_PUZZLES"
   --data-cache-path "$RUN/puzzles"
   --seq-length 164
+  --num-workers 12
 )
 TRAINING_ARGS=(
   --device cuda
