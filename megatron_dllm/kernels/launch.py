@@ -28,7 +28,8 @@ def tile(width: int) -> tuple[int, int, int]:
 
 
 @functools.cache
-def _processors(device: torch.device) -> int:
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a device; 2 where kernels are interpreted, so that a loop over tiles is one there too."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
@@ -37,4 +38,4 @@ def persistent_programs(device: torch.device, tiles: int) -> int:
 
     Two of 8 warps and 112 registers a thread, which the widest of these loops takes on sm_90, fit a processor at once.
     """
-    return min(tiles, 2 * _processors(device))
+    return min(tiles, 2 * processors(device))
