@@ -21,20 +21,29 @@ CLEAN, DRAFT, CANVAS = range(3)
 
 @dataclass(frozen=True)
 class RoutedTokens:
-    """What routers know of the tokens of a pass. stream int64 [T]; share [T], at least fp32: 1 / (tokens that count in the step, over all
-    ranks and microbatches), 0 for drafts, which do not count."""
+    """What routers know of the tokens of a pass, made once for all its layers. stream int64 [T]; share [T], at least fp32: 1 / (tokens that
+    count in the step, over all ranks and microbatches), 0 for drafts, which do not count. From these: one_hot [T, S] of the streams, in the
+    dtype of `share`; num_tokens int64 [S]; totals [3]: 0, 0, and the sum of `share`, the losses of a layer without any (RoutingFigures)."""
 
     stream: Tensor
     share: Tensor
+    one_hot: Tensor
+    num_tokens: Tensor
+    totals: Tensor
 
     @classmethod
     def of(cls, stream: Tensor, num_counted: int, dtype: torch.dtype) -> RoutedTokens:
         """Of streams [T]; `num_counted` is that global number."""
-        return cls(stream, (stream != DRAFT).to(dtype) / num_counted)
+        return cls._of(stream, (stream != DRAFT).to(dtype) / num_counted)
+
+    @classmethod
+    def _of(cls, stream: Tensor, share: Tensor) -> RoutedTokens:
+        of_stream = stream[:, None] == torch.arange(len(STREAMS), device=stream.device)
+        return cls(stream, share, of_stream.to(share.dtype), of_stream.sum(0), torch.nn.functional.pad(share.sum()[None], (2, 0)))
 
     def map(self, function: Callable[[Tensor], Tensor]) -> RoutedTokens:
-        """Both, put through the function."""
-        return RoutedTokens(function(self.stream), function(self.share))
+        """The tokens that the function takes out of a value a token [T]."""
+        return RoutedTokens._of(function(self.stream), function(self.share))
 
 
 class BalanceLosses:
@@ -65,8 +74,10 @@ class BalanceLosses:
             counts = communication.all_reduce(counts, group)
         return counts.to(tokens.share.dtype) / counts.sum().clamp(min=1)
 
-    def __call__(self, logits: Tensor, probabilities: Tensor, tokens: RoutedTokens, fractions: Tensor | None) -> Tensor:
-        """[2]: our tokens' part of the load loss and of the z loss."""
+    def __call__(self, logits: Tensor, probabilities: Tensor, tokens: RoutedTokens, fractions: Tensor | None) -> Tensor | None:
+        """[2]: our tokens' part of the load loss and of the z loss; None where neither is used."""
+        if not self.is_used:
+            return None
         share = tokens.share.to(logits.dtype)
         load = probabilities.new_zeros(())
         if fractions is not None:
@@ -140,13 +151,12 @@ class RoutingFigures:
 
     @classmethod
     @torch.no_grad()
-    def of(cls, probabilities: Tensor, indices: Tensor, tokens: RoutedTokens, losses: Tensor) -> RoutingFigures:
+    def of(cls, probabilities: Tensor, indices: Tensor, tokens: RoutedTokens, losses: Tensor | None) -> RoutingFigures:
         num_experts, num_streams = probabilities.shape[1], len(STREAMS)
-        load = count_values(tokens.stream[:, None] * num_experts + indices, num_streams * num_experts)
-        entropy = torch.special.entr(probabilities).sum(-1)
-        of_stream = tokens.stream == torch.arange(num_streams, device=indices.device)[:, None]
-        return cls(load.view(num_streams, num_experts), of_stream.sum(1), of_stream.to(entropy.dtype) @ entropy,
-                   torch.cat([losses.detach(), tokens.share.to(losses.dtype).sum()[None]]))
+        load = count_values(torch.add(indices, tokens.stream[:, None], alpha=num_experts), num_streams * num_experts)
+        entropy = tokens.one_hot.to(probabilities.dtype).T @ torch.special.entr(probabilities)
+        return cls(load.view(num_streams, num_experts), tokens.num_tokens, entropy.sum(1),
+                   tokens.totals if losses is None else torch.cat([losses.detach(), tokens.totals[2:].to(losses.dtype)]))
 
     def __add__(self, other: RoutingFigures) -> RoutingFigures:
         return RoutingFigures(self.load + other.load, self.num_tokens + other.num_tokens, self.entropy + other.entropy,

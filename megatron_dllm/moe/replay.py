@@ -9,7 +9,7 @@ Each checkpointed call owns its log and each run of it its own place in that log
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,17 +25,17 @@ class ReplayError(RuntimeError):
 @dataclass(frozen=True)
 class Record:
     """What one MoE layer did in one forward: `indices` int64 [T, k], the dispatcher's `plan`, the experts' `fractions` [E] of the choices
-    of all ranks (None without a loss on them), and the indices' fingerprint at that time."""
+    of all ranks (None without a loss on them), and the indices' fingerprint at that time (None: nobody keeps the record)."""
 
     layer: str
     indices: Tensor
     plan: Any
     fractions: Tensor | None
-    fingerprint: Tensor
+    fingerprint: Tensor | None = None
 
     @classmethod
     def of(cls, layer: str, indices: Tensor, plan: Any, fractions: Tensor | None = None) -> Record:
-        return cls(layer, indices, plan, fractions, fingerprint(indices))
+        return cls(layer, indices, plan, fractions)
 
 
 def fingerprint(indices: Tensor) -> Tensor:
@@ -132,7 +132,7 @@ class _Forward(Call):
 
     def record(self, record: Record) -> None:
         if self.log.replays:
-            self.log.records.append(record)
+            self.log.records.append(replace(record, fingerprint=fingerprint(record.indices)))
 
 
 class _Recompute(Call):

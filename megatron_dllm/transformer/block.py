@@ -120,6 +120,8 @@ class TransformerBlock(nn.Module):
 
     def _own_routed(self, token_pass: TokenPass) -> RoutedTokens | None:
         """What the router knows of the tokens that `_own_tokens` gives."""
+        if self.tp.size == 1:
+            return token_pass.routed
         counts = near_equal_counts(token_pass.num_tokens, self.tp.size)
         own = token_pass.own_tokens if self.sequence_parallel else partial(communication.own_slice, group=self.tp, counts=counts)
         return None if token_pass.routed is None else token_pass.routed.map(own)
