@@ -10,6 +10,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
+from verification import layouts  # noqa: E402
+from verification.layout_bf16 import LowOutcome  # noqa: E402
 from verification.layout_cases import (  # noqa: E402
     GLOBAL_BATCH,
     LAYOUTS,
@@ -20,6 +22,7 @@ from verification.layout_cases import (  # noqa: E402
     product,
 )
 from verification.layout_compare import Outcome, Worst  # noqa: E402
+from verification.layout_table import LOW, WIDE, cells, header, line, markdown  # noqa: E402
 from verification.layout_training import make_examples, make_run, narrow_excess  # noqa: E402
 
 from megatron_dllm.config import validate  # noqa: E402
@@ -28,6 +31,7 @@ from megatron_dllm.parallel import ParallelContext  # noqa: E402
 from megatron_dllm.training.batches import BatchMaker  # noqa: E402
 
 GOOD = Outcome("case", "", 1, 1e-3, 0.0, 0.0, Worst(), Worst(), Worst(), 0.0, Worst(), (), True, {}, ())
+LOW_GOOD = LowOutcome("case", "", 1, 0.01, 1.9, 1.0, Worst(2.0), 1.2, 1.1, True, {"all_reduce": 150_000, "p2p": 20}, ())
 
 
 def test_every_two_values_of_two_factors_meet():
@@ -92,3 +96,35 @@ def test_narrow_excess_is_in_units_of_the_tolerance():
     reference = torch.tensor([2.0, 0.0])
     assert narrow_excess(reference + torch.tensor([2e-5, 0.0]), reference, 0.0001) == pytest.approx(1.0, rel=0.02)
     assert narrow_excess(reference + torch.tensor([0.0, 3e-7]), reference, 1.0) == pytest.approx(3.0, rel=1e-6)
+
+
+@pytest.mark.parametrize("change, missed", [
+    ({"loss": 2.1}, "loss"), ({"gradient": float("nan")}, "gradient"), ({"tensor": Worst(2.1)}, "gradient of a tensor"),
+    ({"after_sgd": 2.1}, "masters after SGD"), ({"after_adamw": 2.1}, "masters after AdamW"), ({"same_noise": False}, "noise")])
+def test_a_distance_in_bf16_over_twice_that_of_one_process_is_missed(change, missed):
+    assert LOW_GOOD.missed() == []
+    assert replace(LOW_GOOD, **change).missed() == [missed]
+
+
+def test_without_choice_every_token_goes_to_all_experts():
+    case = Case(LAYOUTS[7], "diffusion, 1 coin", "packed", 2, "full")
+    run = make_run(case.without_choice, 1)
+    assert run.model.moe_router_topk == run.model.num_experts and run.model.vocab_size == 67
+    assert case.without_choice.name == case.name and case.without_choice.reference != case.reference
+
+
+@pytest.mark.parametrize("columns, outcome", [(WIDE, GOOD), (LOW, LOW_GOOD)], ids=["fp64", "bf16"])
+def test_tables_have_a_cell_for_every_column(columns, outcome):
+    fault = replace(outcome, fault="a sum", case="dp2 · ar · unequal")
+    assert line(columns, outcome).startswith("ok ") and "MISSED" in line(columns, replace(outcome, same_noise=False))
+    assert line(columns, fault).startswith("MISSED planted: a sum (dp2)")
+    page = markdown(columns, [cells(columns, outcome), cells(columns, fault)], ["title", "notes"]).splitlines()
+    assert page[:4] == ["title", "", "notes", ""] and len(page) == 8
+    assert len({row.count("|") for row in page[4:]}) == 1 and page[4].count("|") == len(columns) + 1
+    assert header(columns).split()[0] == "layout"
+
+
+def test_old_transformers_is_named_and_not_run(monkeypatch, capsys):
+    monkeypatch.setattr(layouts.metadata, "version", lambda name: "5.17.0")
+    assert layouts.against_transformers(1) == 0
+    assert "NOT RUN: one process against transformers (needs transformers >= 5.23, found 5.17.0)" in capsys.readouterr().out

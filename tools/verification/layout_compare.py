@@ -1,9 +1,10 @@
 """One case in a world against one process: figures, and for what is off an explanation that says where to look."""
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import TypeVar
 from unittest import mock
 
 import torch
@@ -17,7 +18,18 @@ from megatron_dllm.parallel.communication import Pending
 from megatron_dllm.parallel.initialize import close
 from megatron_dllm.training.optimizer import adamw, sgd
 from verification.layout_cases import Case
-from verification.layout_training import LEARNING_RATE, Trace, Trainer, finish, largest, make_examples, make_run, narrow_excess
+from verification.layout_training import (
+    LEARNING_RATE,
+    SMALLEST_SHARE,
+    Trace,
+    Trainer,
+    finish,
+    largest,
+    make_examples,
+    make_run,
+    narrow_excess,
+    second_run,
+)
 
 # fp64: differences of losses, of gradients relative to the tensor's largest, of parameters after SGD. Under AdamW, in units of the learning
 # rate, a gradient of the size of adam_eps moves with its relative rounding, so that the gate is wider.
@@ -25,8 +37,7 @@ WIDE_LIMIT, ADAMW_LIMIT = 1e-10, 1e-6
 # fp32 (DESIGN 3.6): loss relative to the loss; a gradient element |d| in units of 1e-5 |ref| + 1e-7 |g|.
 NARROW_LOSS_LIMIT, NARROW_GRADIENT_LIMIT = 1e-6, 1.0
 CASE_SECONDS = 150.0  # a case takes about two; one that hangs ends its world, with the stacks of all ranks
-# A tensor whose gradient is smaller than this share of the whole is measured against the share.
-SMALLEST_SHARE = 1e-6
+Computed, Figures = TypeVar("Computed"), TypeVar("Figures")  # what one process computed; what a case is judged by
 
 
 @dataclass(frozen=True)
@@ -90,19 +101,21 @@ FAULTS: dict[str, tuple[str, Callable[[], AbstractContextManager]]] = {
 }
 
 
-def run_case(case: Case, trace: Trace, base: ParallelContext, fault: str = "") -> Outcome:
+def run_case(case: Case, trace: Computed, base: ParallelContext, compare: Callable[[Case, Computed, ParallelContext, str], Figures],
+             fault: str = "") -> Figures:
     """Train `case` on all ranks of the world, which must be of its size, and compare; every rank gets the outcome."""
     context = create_context(
         Topology.of(case.layout.parallel, base.world.size), rank=base.world.rank, device=base.device,
         sequence_parallel=case.layout.parallel.sequence_parallel)
     with Watchdog(context.log, rank=context.world.rank, seconds=CASE_SECONDS) as watchdog, FAULTS[fault][1]() if fault else nullcontext():
         watchdog.beat(case.name)
-        outcome = _compare(case, trace, context, fault)
+        outcome = compare(case, trace, context, fault)
     close(context)
     return outcome
 
 
-def _compare(case: Case, trace: Trace, context: ParallelContext, fault: str) -> Outcome:
+def compare_wide(case: Case, trace: Trace, context: ParallelContext, fault: str) -> Outcome:
+    """Train `case` in fp64, one step in fp32 too, and compare."""
     world, examples = context.world, make_examples(case.reference, make_run(case.alone, trace.seed))
     narrow = Trainer(case, context, torch.float32, trace.seed, sgd, examples)
     narrow.gradients()
@@ -111,23 +124,28 @@ def _compare(case: Case, trace: Trace, context: ParallelContext, fault: str) -> 
     context.log.clear()
     wide.gradients()
     gradient, explanations = _wide_gradients(list(wide.optimizer.buckets.pieces()), trace, context)
+    adamw_run = second_run(wide)
     wide.update()
     finish(wide)
     sent = {kind: sent_bytes for kind, (_, sent_bytes) in context.log.by_kind().items()}
     after_sgd = _parameters(wide, trace.after_sgd, world.rank, unit=1.0)
-    other = Trainer(case, context, torch.float64, trace.seed, adamw, examples)
-    finish(other)
-    own = (gradient, after_sgd, _parameters(other, trace.after_adamw, world.rank, unit=LEARNING_RATE[adamw]), narrow_worst)
+    adamw_run.update()
+    finish(adamw_run)
+    own = (gradient, after_sgd, _parameters(adamw_run, trace.after_adamw, world.rank, unit=LEARNING_RATE[adamw]), narrow_worst)
     gathered: list = [None] * world.size
     dist.all_gather_object(gathered, (own, by_floor, explanations, wide.noise))
-    worst = [max((ranks[0][place] for ranks in gathered), key=lambda w: w.value if w.value == w.value else float("inf"))
-             for place in range(len(own))]
+    worst = [worst_of(ranks[0][place] for ranks in gathered) for place in range(len(own))]
     noise = {sample: digest for ranks in gathered for sample, digest in ranks[3].items()}
     return Outcome(
         case.name, fault, trace.seed, trace.routing_gap, _difference(wide.losses, trace.losses), _difference(wide.norms, trace.norms),
         *worst[:3], abs(narrow.losses[0] - trace.narrow_loss) / max(abs(trace.narrow_loss), 1.0), worst[3],
         tuple(sorted({name for ranks in gathered for name in ranks[1]})), noise == trace.noise, sent,
         tuple(text for ranks in gathered for text in ranks[2]))
+
+
+def worst_of(several: Iterable[Worst]) -> Worst:
+    """The largest; NaN is the largest of all."""
+    return max(several, key=lambda worst: worst.value if worst.value == worst.value else float("inf"))
 
 
 def _difference(ours: Sequence[float], reference: Sequence[float]) -> float:

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -34,6 +35,8 @@ PROMPTS, RESPONSES = (11, 0, 5, 3, 29, 17, 1), (13, 22, 2, 31, 9, 1, 16, 7)  # l
 # Seeds that cannot be measured are passed over: where two routing probabilities are closer than LEAST_GAP rounding decides, and where
 # fp32 on one process is off fp64 by more than LARGEST_ROUNDING of fp32's tolerance, two sums of it may differ by the tolerance itself.
 LEAST_GAP, LARGEST_ROUNDING, SEEDS_TRIED = 1e-6, 0.4, 50
+# A tensor whose gradient is smaller than this share of the whole is measured against the share.
+SMALLEST_SHARE = 1e-6
 WEIGHT_STD = {"embedding": 0.5, "router": 0.5, "": 0.1}  # by part of the name, the first that fits
 
 
@@ -110,7 +113,10 @@ def make_run(case: Case, seed: int) -> RunConfig:
 
 
 def fill_weights(model: DiffusionGemma, seed: int) -> None:
-    """Random weights by name, norms and scalars too: none of them is 1, so that a wrong shard or scalar shows."""
+    """Random weights by name, norms and scalars too: none of them is 1, so that a wrong shard or scalar shows.
+
+    They are numbers of bf16, whatever the model's dtype, so that runs in all dtypes start alike.
+    """
     draw = Initializer(seed, 1.0)
 
     def fill(target: Tensor, name: str, whole: Tensor) -> None:
@@ -118,7 +124,7 @@ def fill_weights(model: DiffusionGemma, seed: int) -> None:
             whole = whole * next(std for part, std in WEIGHT_STD.items() if part in name)
         else:
             whole = (1 + 0.2 * whole.clamp(-2, 2)) * (0.4 if "q_norm" in name or "k_norm" in name else 1.0)
-        target.copy_(whole)
+        target.copy_(whole.to(torch.bfloat16))
 
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -161,6 +167,14 @@ class Trainer:
         self.losses.append(forward_backward(self.model, self.optimizer, inputs).total.item())
         self.norms.append(self.optimizer.grad_norm().item())
         return self.norms[-1]
+
+    def take_gradients(self, other: Trainer) -> None:
+        """Have the first step's gradients from a run of the same case, dtype and weights, instead of computing them again."""
+        assert not self.losses and (self.case, self.dtype, self.seed) == (other.case, other.dtype, other.seed)
+        for ours, theirs in zip(self.optimizer.buckets.buckets, other.optimizer.buckets.buckets, strict=True):
+            ours.gradients.copy_(theirs.gradients)
+        self.losses.append(other.losses[0])
+        self.norms.append(other.norms[0])
 
     def update(self) -> None:
         self.optimizer.step(LEARNING_RATE[self.algorithm], torch.tensor(self.norms[-1], dtype=torch.float64))
@@ -222,15 +236,16 @@ def reference_trace(case: Case, first_seed: int, device: torch.device) -> Trace:
         examples = make_examples(plain.reference, make_run(plain, seed))
         wide, narrow = (Trainer(plain, alone, dtype, seed, sgd, examples) for dtype in (torch.float64, torch.float32))
         gaps = record_gaps(wide.model)
-        gradients, narrow_gradients = (_first_gradients(run) for run in (wide, narrow))
+        gradients, narrow_gradients = (first_gradients(run) for run in (wide, narrow))
         rounding = max(narrow_excess(narrow_gradients[name], gradients[name], wide.norms[0]) for name in gradients)
         if min(gaps) < LEAST_GAP or rounding > LARGEST_ROUNDING:
             continue
+        adamw_run = second_run(wide)
         wide.update()
         finish(wide)
         if min(gaps) < LEAST_GAP:
             continue
-        adamw_run = Trainer(plain, alone, torch.float64, seed, adamw, examples)
+        adamw_run.update()
         finish(adamw_run)
         return Trace(
             seed, min(gaps), wide.noise, tuple(wide.losses), tuple(wide.norms), gradients, parameters(wide), parameters(adamw_run),
@@ -253,6 +268,13 @@ def largest(x: Tensor) -> float:
     return x.abs().max().item() if x.numel() else 0.0
 
 
+def second_run(first: Trainer) -> Trainer:
+    """The same under AdamW, before its first update: the first step's gradients are those of `first`, which its update will drop."""
+    run = Trainer(first.case, first.context, first.dtype, first.seed, adamw, first.examples)
+    run.take_gradients(first)
+    return run
+
+
 def finish(run: Trainer) -> None:
     """The steps that are left."""
     while len(run.losses) < STEPS:
@@ -260,7 +282,7 @@ def finish(run: Trainer) -> None:
         run.update()
 
 
-def _first_gradients(run: Trainer) -> dict[str, Tensor]:
+def first_gradients(run: Trainer) -> dict[str, Tensor]:
     """Of one process, whose pieces are whole parameters."""
     run.gradients()
     return {piece.name: piece.gradient.view(piece.parameter.shape).cpu().clone() for piece in run.optimizer.buckets.pieces()}
@@ -272,11 +294,11 @@ def parameters(run: Trainer) -> dict[str, Tensor]:
 
 
 def record_gaps(model: DiffusionGemma) -> list[float]:
-    """A list that gets, for every routing, the smallest difference between the k-th and the next probability."""
-    gaps: list[float] = []
+    """A list that gets, for every routing, the smallest difference between the k-th and the next probability (infinite without a next)."""
+    gaps: list[float] = [math.inf]
 
     def record(module, _, routing) -> None:
-        if len(routing.probabilities):
+        if len(routing.probabilities) and routing.probabilities.shape[1] > module.topk:
             top = routing.probabilities.detach().topk(module.topk + 1).values
             gaps.append((top[:, -2] - top[:, -1]).min().item())
 

@@ -1,10 +1,11 @@
 """Every layout against one process: losses, gradients and parameters after three steps, in fp64 to 1e-10 and in fp32 to its tolerance.
 
 Starts its worlds itself (torchrun, gloo on CPUs); under torchrun or srun it uses the processes that it is given and runs the layouts of
-that size. First one process is compared with transformers. Planted faults, each a gradient reduction left out, must be found.
+that size. First one process is compared with transformers. Planted faults, each a gradient reduction left out, must be found. With --dtype
+bf16 the layouts train in bf16, and are held to the distance from fp64 that one process in bf16 has.
 
 usage: python tools/verify.py layouts [--quick | --full]
-       torchrun --nproc-per-node 2 tools/verify.py layouts --quick --device cuda
+       torchrun --nproc-per-node 2 tools/verify.py layouts --quick --device cuda --dtype bf16 --markdown layouts_bf16.md
 """
 from __future__ import annotations
 
@@ -18,6 +19,8 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -26,15 +29,17 @@ import torch.distributed as dist
 from megatron_dllm.config import ParallelConfig
 from megatron_dllm.parallel import ParallelContext, initialize
 from megatron_dllm.parallel.launch import launched
-from verification import canvas_traffic, parity
+from verification import canvas_traffic
+from verification.layout_bf16 import LIMIT, LowTrace, compare_low, low_trace
 from verification.layout_cases import LAYOUTS, Case, Layout, covering_array, product
-from verification.layout_compare import FAULTS, Outcome, run_case
+from verification.layout_compare import FAULTS, compare_wide, run_case
+from verification.layout_table import LOW, WIDE, AnyOutcome, cells, header, line, markdown
 from verification.layout_training import Trace, reference_trace
 from verification.table import print_figures
 
 TIMEOUT_MINUTES = 5.0
-HEADER = (f"{'':7}{'layout · objective · lengths · accumulation · recompute':104}{'loss':>9}{'gradient':>10} {'(worst parameter)':50}"
-          f"{'SGD':>9}{'AdamW/lr':>10}{'fp32 loss':>11}{'fp32 grad':>11}{'gap':>9}  bytes sent by rank 0")
+TABLES = {"fp64": (WIDE, compare_wide), "bf16": (LOW, compare_low)}  # by --dtype
+OLDEST_TRANSFORMERS = (5, 23)  # whose DiffusionGemma is the one that MODEL describes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,6 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", default="", metavar="TEXT", help="Layouts whose name has this text.")
     parser.add_argument("--seed", type=int, default=1, help="Seed of weights, tokens and draws.")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="Where to train.")
+    parser.add_argument("--dtype", choices=list(TABLES), default="fp64", help="What to train in; fp64 has a column of fp32 too.")
+    parser.add_argument("--markdown", type=Path, default=None, metavar="FILE", help="Write the table there, for a page of documentation.")
     # Of a world that the suite has started: the number of the first case to run.
     parser.add_argument("--part", type=int, default=None, help=argparse.SUPPRESS)
     parser.add_argument("--results", type=Path, default=None, metavar="FILE", help="Write every figure there, as JSON.")
@@ -56,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     if world_size > 1:
         return run_in_world(arguments)
     started = time.monotonic()
-    missed = parity.run(argparse.Namespace(seed=arguments.seed))
+    missed = against_transformers(arguments.seed)
     chosen = [layout for layout in LAYOUTS if arguments.only in layout.name]
     available = [layout for layout in chosen if not layout.missing]
     outcomes: list[dict] = []
@@ -72,11 +79,28 @@ def run(arguments: argparse.Namespace) -> int:
     failed = sum(bool(outcome["missed"]) for outcome in cases) + expected - len(cases)
     found = [bool(outcome["missed"]) for outcome in outcomes if outcome["fault"]]
     blind = found.count(False)
-    print(f"layouts: {expected - failed} of {expected} cases hold, of {whole} that --full runs; {len(available)} of {len(chosen)} layouts "
-          f"are available; planted faults: {found.count(True)} of {len(found)} found; {time.monotonic() - started:.0f} s")
+    verdict = (
+        f"layouts: {expected - failed} of {expected} cases hold, of {whole} that --full runs; {len(available)} of {len(chosen)} layouts "
+        f"are available; planted faults: {found.count(True)} of {len(found)} found; {time.monotonic() - started:.0f} s")
+    print(verdict)
+    if arguments.markdown is not None:
+        rows = [outcome["cells"] for outcome in outcomes]
+        arguments.markdown.write_text(markdown(TABLES[arguments.dtype][0], rows, [verdict]), encoding="utf-8")
     if arguments.results is not None:
         arguments.results.write_text(json.dumps(outcomes, indent=1), encoding="utf-8")
     return missed + failed + blind
+
+
+def against_transformers(seed: int) -> int:
+    """Hold one process to transformers, where it is recent enough; the number of missed figures."""
+    version = metadata.version("transformers") if find_spec("transformers") else "none"
+    if tuple(int(number) for number in re.findall(r"\d+", version)[:2]) < OLDEST_TRANSFORMERS:
+        needed = ".".join(map(str, OLDEST_TRANSFORMERS))
+        print(f"NOT RUN: one process against transformers (needs transformers >= {needed}, found {version})")
+        return 0
+    from verification import parity  # imports transformers
+
+    return parity.run(argparse.Namespace(seed=seed))
 
 
 def _cases(layouts: Sequence[Layout], full: bool) -> list[Case]:
@@ -101,8 +125,8 @@ def start_world(size: int, arguments: argparse.Namespace, first: int) -> tuple[l
         results = Path(folder) / "results.json"
         script = str(Path(__file__).resolve().parents[1] / "verify.py")
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size), "--standalone", "--", script, "layouts",
-                   "--seed", str(arguments.seed), "--device", arguments.device, "--only", arguments.only, "--results", str(results),
-                   "--part", str(first), "--full" if arguments.full else "--quick"]
+                   "--seed", str(arguments.seed), "--device", arguments.device, "--dtype", arguments.dtype, "--only", arguments.only,
+                   "--results", str(results), "--part", str(first), "--full" if arguments.full else "--quick"]
         status = subprocess.run(command, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"}).returncode
         if not results.is_file():
             print(f"MISSED the world of {size} processes ended with status {status} before its first case")
@@ -115,70 +139,81 @@ def start_world(size: int, arguments: argparse.Namespace, first: int) -> tuple[l
 
 def run_in_world(arguments: argparse.Namespace) -> int:
     """The cases of layouts of this world's size; rank 0 prints."""
+    columns, compare = TABLES[arguments.dtype]
+    missed = 0
+    if arguments.part is None and launched()[0] == 0:
+        missed = against_transformers(arguments.seed)
     base = initialize(ParallelConfig(), device=arguments.device, timeout_minutes=TIMEOUT_MINUTES)
     world, say = base.world, print if base.world.rank == 0 else lambda *_, **__: None
     layouts = [layout for layout in LAYOUTS if arguments.only in layout.name and not layout.missing]
     # The array is chosen over all layouts, so that worlds of all sizes together are what one command runs.
     cases = [case for case in _cases(layouts, arguments.full) if case.layout.processes == world.size]
+    if arguments.dtype == "bf16":
+        cases = [case.without_choice for case in cases]
     planted = [(_first(cases, layout), fault) for fault, (layout, _) in FAULTS.items() if _first(cases, layout)]
-    say(f"\n{world.size} processes, {base.device.type}, torch {torch.__version__}: {len(cases)} cases, {len(planted)} planted faults\n"
-        + HEADER)
-    outcomes: list[Outcome] = []
+    title = (f"{world.size} processes, {describe_device(base.device)}, torch {torch.__version__}, {arguments.dtype}: {len(cases)} cases, "
+             f"{len(planted)} planted faults")
+    say(f"\n{title}\n{header(columns)}")
+    outcomes: list[AnyOutcome] = []
     todo = [*((case, "") for case in cases), *planted][arguments.part or 0:]
-    traces = share_references([case for case, _ in todo], arguments.seed, base)
+    traces = share_references([case for case, _ in todo], arguments, base)
     for case, fault in todo:
         write_results(arguments, world.rank, outcomes, running=case.name)
-        outcome = run_case(case, traces[case.reference], base, fault)
+        outcome = run_case(case, traces[case.reference], base, compare, fault)
         outcomes.append(outcome)
-        say(line(outcome), flush=True)
+        say(line(columns, outcome), flush=True)
         if outcome.explanations:
             shown = 1 if fault else 12
             say("\n".join(f"        {text}" for text in outcome.explanations[:shown]), flush=True)
     write_results(arguments, world.rank, outcomes, running="")
-    by_floor = [name for outcome in outcomes if not outcome.fault for name in outcome.by_floor_alone]
-    floor = sorted({re.sub(r"layers\.\d+", "layers.N", name) for name in by_floor})
-    say("fp32 gradients with an element that passes by the floor 1e-7 |g| alone: " + (", ".join(floor) or "none"))
+    notes = [title, *summary(outcomes, arguments.dtype)]
+    say("\n".join(notes[1:]))
+    if arguments.markdown is not None and world.rank == 0:
+        arguments.markdown.write_text(markdown(columns, [cells(columns, outcome) for outcome in outcomes], notes), encoding="utf-8")
     dist.destroy_process_group()
     # A world that the suite has started tells it by its results; a status would have torchrun end the other ranks.
-    return 0 if arguments.part is not None else sum(bool(outcome.missed()) != bool(outcome.fault) for outcome in outcomes)
+    return 0 if arguments.part is not None else missed + sum(bool(outcome.missed()) != bool(outcome.fault) for outcome in outcomes)
+
+
+def describe_device(device: torch.device) -> str:
+    """The device's name and what sends between several."""
+    return f"{torch.cuda.get_device_name(device)}, NCCL" if device.type == "cuda" else "CPU, gloo"
+
+
+def summary(outcomes: Sequence[AnyOutcome], dtype: str) -> list[str]:
+    """What a table's columns are held to, and how many of its rows hold."""
+    cases = [outcome for outcome in outcomes if not outcome.fault]
+    counts = (f"{sum(not outcome.missed() for outcome in cases)} of {len(cases)} cases hold; planted faults found: "
+              f"{sum(bool(outcome.missed()) for outcome in outcomes if outcome.fault)} of {len(outcomes) - len(cases)}")
+    if dtype == "bf16":
+        return ["own error: |g - g64| / |g64| of one process in bf16.",
+                f"Other figures: distance from fp64 in units of that of one process in bf16, limit {LIMIT:g}: loss, whole gradient, worst "
+                "tensor, masters after three steps. Every token goes to all experts, since rounding would decide a choice.", counts]
+    by_floor = [name for outcome in cases for name in outcome.by_floor_alone]
+    floor = sorted({re.sub(r"layers\.\d+", "layers.N", name) for name in by_floor})
+    return ["fp32 gradients with an element that passes by the floor 1e-7 |g| alone: " + (", ".join(floor) or "none"), counts]
 
 
 def _first(cases: Sequence[Case], layout: str) -> Case | None:
     return next((case for case in cases if case.layout.name == layout and case.objective != "ar"), None)
 
 
-def write_results(arguments: argparse.Namespace, rank: int, outcomes: Sequence[Outcome], *, running: str) -> None:
+def write_results(arguments: argparse.Namespace, rank: int, outcomes: Sequence[AnyOutcome], *, running: str) -> None:
     """What has been found so far, and the case that is under way."""
     if arguments.results is not None and rank == 0:
-        found = [asdict(outcome) | {"missed": outcome.missed()} for outcome in outcomes]
+        columns, _ = TABLES[arguments.dtype]
+        found = [asdict(outcome) | {"missed": outcome.missed(), "cells": cells(columns, outcome)} for outcome in outcomes]
         arguments.results.write_text(json.dumps({"running": running, "outcomes": found}), encoding="utf-8")
 
 
-def share_references(cases: Sequence[Case], seed: int, base: ParallelContext) -> dict[object, Trace]:
+def share_references(cases: Sequence[Case], arguments: argparse.Namespace, base: ParallelContext) -> dict[object, Trace | LowTrace]:
     """What one process computes for each of the cases: the ranks share the work, and give each other the results."""
     firsts = {case.reference: case for case in reversed(cases)}
     traces = {}
     for place, (reference, case) in enumerate(sorted(firsts.items(), key=repr)):
         if place % base.world.size == base.world.rank:
-            traces[reference] = reference_trace(case, seed, torch.device("cpu"))
+            exact = reference_trace(case, arguments.seed, base.device)
+            traces[reference] = exact if arguments.dtype == "fp64" else low_trace(case, exact, base.device)
     gathered: list = [None] * base.world.size
     dist.all_gather_object(gathered, traces)
     return {reference: trace for part in gathered for reference, trace in part.items()}
-
-
-def line(outcome: Outcome) -> str:
-    """One row of the table."""
-    missed = outcome.missed()
-    if outcome.fault:
-        verdict, name = ("found" if missed else "MISSED"), f"planted: {outcome.fault} ({outcome.case.split(' · ')[0]})"
-    else:
-        verdict, name = ("MISSED" if missed else "ok"), outcome.case
-    sent = " ".join(f"{kind} {_short(sent_bytes)}" for kind, sent_bytes in outcome.sent_bytes.items())
-    return (f"{verdict:7}{name:104}{outcome.loss:9.1e}{outcome.gradient.value:10.1e} {'(' + outcome.gradient.name + ')':50}"
-            f"{outcome.after_sgd.value:9.1e}{outcome.after_adamw.value:10.1e}{outcome.narrow_loss:11.1e}"
-            f"{outcome.narrow_gradient.value:11.2g}{outcome.routing_gap:9.1e}  {sent}"
-            + (f"  [{', '.join(missed)}; fp32 worst in {outcome.narrow_gradient.name}]" if missed else ""))
-
-
-def _short(count: int) -> str:
-    return f"{count / 1e6:.2f}M" if count >= 1e5 else f"{count / 1e3:.1f}k"
