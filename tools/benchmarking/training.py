@@ -1,4 +1,4 @@
-"""Training steps beside transformers': the same weights (shared in memory), tokens and draws, one after the other in one process.
+"""Training steps beside transformers' and, with --nemo, NeMo AutoModel's: the same weights, tokens and draws, in one process in turn.
 
 A row counts only if both losses agree to 2e-3 relative in bf16; before, two layers in fp32 must agree to 1e-5.
 """
@@ -26,30 +26,27 @@ SIX = ["sliding"] * 5 + ["full"]
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table. `aim`: how many times faster than the peer it is to be; all canvases and long sequences have no peer here."""
+    """One measurement. `aim`, `nemo`: how many times faster than transformers and than NeMo it is to be; None where the peer cannot run."""
 
     name: str
     batch: int
     seq_length: int
     aim: float | None = None
+    nemo: float | None = None
     all_canvases: bool = False
     optimizer: bool = False
     streams: int = 1
 
-    @property
-    def has_peer(self) -> bool:
-        return self.aim is not None
-
-
 H200_ROWS = (
-    Row("4 x 1024", 4, 1024, 2.5), Row("1 x 4096", 1, 4096, 3.0), Row("1 x 1024", 1, 1024, 3.0),
-    Row("1 x 4096, all canvases", 1, 4096, all_canvases=True), Row("1 x 32768", 1, 32768), Row("4 x 1024, mHC n = 4", 4, 1024, streams=4),
-    Row("4 x 1024 with AdamW", 4, 1024, 2.0, optimizer=True))
+    Row("4 x 1024", 4, 1024, 2.5, 3.0), Row("1 x 4096", 1, 4096, 3.0, 4.0), Row("1 x 1024", 1, 1024, 3.0, 4.0),
+    Row("1 x 4096, all canvases", 1, 4096, None, 2.5, all_canvases=True), Row("1 x 32768", 1, 32768),
+    Row("4 x 1024, mHC n = 4", 4, 1024, streams=4), Row("4 x 1024 with AdamW", 4, 1024, 2.0, optimizer=True))
 CPU_ROWS = (Row("4 x 128", 4, 128, 1.5), Row("1 x 512", 1, 512, 1.5), Row("1 x 64", 1, 64, 1.5))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", nargs="*", metavar="NAME", help="Rows to run, by name; all of them if not given.")
+    parser.add_argument("--nemo", action="store_true", help="NeMo AutoModel beside them, which must be installed.")
     parser.add_argument("--repeats", type=int, default=5, help="Timed steps of each row and side.")
 
 
@@ -65,8 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
     machine = torch.cuda.get_device_name(device) if on_gpu else "CPU"
     print(f"torch {torch.__version__}, {machine}, compute and gradients of both sides in {dtype}")
     failed = not agree_in_fp32(width(["sliding", "full"]), device)
-    lines = [result for row in rows for result in _run_row(row, width(SIX), device, dtype, arguments.repeats)]
-    print(f"{'row':28} {'ours ms':>9} {'peer ms':>9} {'ratio':>6} {'aim':>5} {'ours GiB':>9} {'peer GiB':>9} {'ours loss':>10} "
+    lines = [result for row in rows for result in _run_row(row, width(SIX), device, dtype, arguments)]
+    print(f"{'row':24} {'peer':12} {'ours ms':>9} {'peer ms':>9} {'ratio':>6} {'aim':>5} {'ours GiB':>9} {'peer GiB':>9} {'ours loss':>10} "
           f"{'peer loss':>10}")
     for line in lines:
         print(line.text())
@@ -88,44 +85,53 @@ def agree_in_fp32(config: ModelConfig, device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class Line:
-    """A row's measurements."""
+    """A row's measurements beside one peer's, or beside nothing."""
 
     row: Row
     ours: Timing
-    peer: Timing | None
     dtype: torch.dtype
+    peer: str = "-"
+    theirs: Timing | None = None
+    aim: float = 0.0
 
     @property
     def agrees(self) -> bool:
-        return self.peer is None or abs(self.ours.value - self.peer.value) <= AGREE[self.dtype] * abs(self.peer.value)
+        return self.theirs is None or abs(self.ours.value - self.theirs.value) <= AGREE[self.dtype] * abs(self.theirs.value)
 
     @property
     def holds(self) -> bool:
-        return self.agrees and (self.peer is None or self.peer.median >= self.row.aim * self.ours.median)
+        return self.agrees and (self.theirs is None or self.theirs.median >= self.aim * self.ours.median)
 
     def text(self) -> str:
-        peer = [f"{'-':>9}", f"{'-':>6}", f"{'-':>5}"] if self.peer is None else [
-            f"{self.peer.median:9.1f}", f"{self.peer.median / self.ours.median:6.2f}", f"{self.row.aim:5.1f}"]
-        memory = "-" if self.peer is None else f"{self.peer.peak_gib:.1f}"
-        loss = "-" if self.peer is None else f"{self.peer.value:.4f}"
+        start = f"{self.row.name:24} {self.peer:12} {self.ours.median:9.1f}"
+        if self.theirs is None:
+            return f"{start} {'-':>9} {'-':>6} {'-':>5} {self.ours.peak_gib:9.1f} {'-':>9} {self.ours.value:10.4f}"
         verdict = "losses differ" if not self.agrees else "" if self.holds else "missed"
-        return (f"{self.row.name:28} {self.ours.median:9.1f} {' '.join(peer)} {self.ours.peak_gib:9.1f} {memory:>9} "
-                f"{self.ours.value:10.4f} {loss:>10} {verdict}")
+        return (f"{start} {self.theirs.median:9.1f} {self.theirs.median / self.ours.median:6.2f} {self.aim:5.1f} {self.ours.peak_gib:9.1f} "
+                f"{self.theirs.peak_gib:9.1f} {self.ours.value:10.4f} {self.theirs.value:10.4f} {verdict}")
 
 
-def _run_row(row: Row, config: ModelConfig, device: torch.device, dtype: torch.dtype, repeats: int) -> list[Line]:
+def _run_row(row: Row, config: ModelConfig, device: torch.device, dtype: torch.dtype, arguments: argparse.Namespace) -> list[Line]:
     config = dataclasses.replace(config, enable_mhc_connections=row.streams > 1, mhc_num_residual_streams=max(row.streams, 4))
     objective = ObjectiveConfig(self_conditioning_prob=1.0, canvases_scored="all" if row.all_canvases else "one")
     model = _model(config, device, dtype)
     workload = synthetic(config, row.batch, row.seq_length, device, objective=objective)
-    peer = _measure_peer(row, model, config, workload, device, repeats) if row.has_peer else None
+    repeats = arguments.repeats
     ours = measure(_training_step(model, workload) if row.optimizer else _forward_backward(model, workload), device, repeats=repeats)
-    line = Line(row, ours, peer, dtype)
-    print(line.text(), flush=True)
+    lines = []
+    if row.aim is not None:
+        lines.append(Line(row, ours, dtype, "transformers", _measure_peer(row, model, config, workload, device, repeats), row.aim))
+    if row.nemo is not None and arguments.nemo:
+        from .nemo import NemoStep, nemo_model  # an optional package, asked for
+
+        theirs = measure(NemoStep(nemo_model(model), config, workload), device, repeats=repeats)
+        lines.append(Line(row, ours, dtype, "nemo", theirs, row.nemo))
+    lines = lines or [Line(row, ours, dtype)]
+    print("\n".join(line.text() for line in lines), flush=True)
     del model
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    return [line]
+    return lines
 
 
 def _measure_peer(row: Row, model: DiffusionGemma, config: ModelConfig, workload: Workload, device: torch.device, repeats: int) -> Timing:
@@ -133,7 +139,7 @@ def _measure_peer(row: Row, model: DiffusionGemma, config: ModelConfig, workload
     step = TransformersStep(theirs, config, workload)
     if not row.optimizer:
         return measure(step, device, repeats=repeats)
-    # It steps the weights that ours then starts from: a learning rate of zero leaves them.
+    # Its parameters are views of ours: a learning rate of zero leaves them as they are.
     optimizer = torch.optim.AdamW(theirs.parameters(), lr=0.0, weight_decay=0.0, fused=device.type == "cuda")
 
     def whole() -> float:
