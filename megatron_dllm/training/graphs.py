@@ -7,10 +7,9 @@ the microbatch gives is copied away from where it was written. Everything that i
 """
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from torch import Tensor
 from ..diffusion.inputs import MicrobatchInputs
 from ..diffusion.losses import LossTerms
 from ..diffusion.nested import form_of, map_tensors, tensors_of
+from ..kernels.graphs import CudaRecorder, Recorder, Recording
 from ..models.diffusion_gemma.model import DiffusionGemma
 from ..moe.balance import RoutingFigures
 
@@ -31,50 +31,6 @@ class MicrobatchResult:
     terms: LossTerms
     figures: dict[str, RoutingFigures]
     loads: dict[str, Tensor]
-
-
-@dataclass(frozen=True)
-class Recording:
-    """Device work that `replay` does again; `result` is where it leaves what the recorded function returned."""
-
-    replay: Callable[[], None]
-    result: Any
-
-
-class Recorder(Protocol):
-    """Runs a function of device work as an ordinary call, to warm it up, and records it."""
-
-    def warm_up(self, function: Callable[[], Any]) -> Any:
-        """function(), done; it will be recorded later."""
-
-    def record(self, function: Callable[[], Any]) -> Recording:
-        """The recording of function(); whether recording does the work is left open, a replay after it does."""
-
-
-class CudaRecorder:
-    """CUDA graphs on a stream of their own. All share one pool of memory, so they must run one after the other, and their results be
-    copied before the next one runs."""
-
-    def __init__(self, device: torch.device):
-        self.stream, self.pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
-
-    def warm_up(self, function: Callable[[], Any]) -> Any:
-        # On the stream of the recording: handles, workspaces and compiled kernels are then there.
-        current = torch.cuda.current_stream()
-        self.stream.wait_stream(current)
-        with torch.cuda.stream(self.stream):
-            result = function()
-        current.wait_stream(self.stream)
-        return result
-
-    def record(self, function: Callable[[], Any]) -> Recording:
-        # A node that adds to a parameter's gradient remembers the stream on which it was made: none of another stream may be left.
-        gc.collect()
-        graph = torch.cuda.CUDAGraph()
-        # Threads of the process that have no part in this (NCCL's, a loader's) go on calling CUDA meanwhile.
-        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
-            result = function()
-        return Recording(graph.replay, result)
 
 
 class StaticInputs:
