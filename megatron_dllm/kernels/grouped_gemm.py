@@ -12,6 +12,7 @@ N may be more than the sum of counts: the rows after the last expert's are neith
 """
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,6 +55,15 @@ class RowTiles:
     number: Tensor
     starts: Tensor
     height: int
+
+
+@dataclass(frozen=True)
+class OuterProducts:
+    """A part of a weight's gradient: dy_e^T x_e of every expert, of rows dy [N, F] and x [N, D]."""
+
+    dy: Tensor
+    x: Tensor
+    tiles: RowTiles
 
 
 @triton.jit
@@ -107,7 +117,7 @@ def _product(x, weight, y, table, number, D: tl.constexpr, F: tl.constexpr, TRAN
 @triton.jit
 def _gated_product(x, weight, gate_up, y, table, number, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
                    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, ENTRY: tl.constexpr, FLATTEN: tl.constexpr):
-    """x, weight [2 E, I, D]: descriptors; gate_up [N, 2, I], y [N, I]. A program has the same columns of gate and up."""
+    """x, weight [2 E, I, D]: descriptors; gate_up [N, 2, I] (None: not wanted), y [N, I]. A program has the same columns of gate and up."""
     ACROSS: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
     for tile in tl.range(tl.program_id(0), tl.load(number) * ACROSS, tl.num_programs(0), flatten=FLATTEN):
         entry = table + tile // ACROSS * ENTRY
@@ -121,10 +131,11 @@ def _gated_product(x, weight, gate_up, y, table, number, D: tl.constexpr, WIDTH:
         down, across = tl.arange(0, ROWS)[:, None], column + tl.arange(0, COLUMNS)[None, :]
         inside = (down < rows) & (across < WIDTH)
         # The backward sees the rounded gate and up, so the product is made of them too.
-        gate, up = gate.to(gate_up.dtype.element_ty), up.to(gate_up.dtype.element_ty)
-        place = gate_up + row.to(tl.int64) * (2 * WIDTH) + down * (2 * WIDTH) + across
-        tl.store(place, gate, mask=inside)
-        tl.store(place + WIDTH, up, mask=inside)
+        gate, up = gate.to(y.dtype.element_ty), up.to(y.dtype.element_ty)
+        if gate_up is not None:
+            place = gate_up + row.to(tl.int64) * (2 * WIDTH) + down * (2 * WIDTH) + across
+            tl.store(place, gate, mask=inside)
+            tl.store(place + WIDTH, up, mask=inside)
         activated, _ = _gelu(gate.to(tl.float32))
         place = y + row.to(tl.int64) * WIDTH + down * WIDTH + across
         tl.store(place, (activated * up.to(tl.float32)).to(y.dtype.element_ty), mask=inside)
@@ -156,9 +167,10 @@ def _gated_gradient(dy, weight, gate_up, dgate_up, activated, table, number, D: 
 
 
 @triton.jit
-def _weight_gradient(dy, x, grad, starts, NUM_EXPERTS: tl.constexpr, F: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
-                     COLUMNS: tl.constexpr, DEPTH: tl.constexpr, ADD: tl.constexpr, FLATTEN: tl.constexpr):
-    """dy, x: ragged descriptors, which read zeros outside the expert's rows; grad [E, F, D]: a descriptor of half a tile.
+def _weight_gradient(dy, x, starts, more_dy, more_x, more_starts, grad, NUM_EXPERTS: tl.constexpr, F: tl.constexpr, D: tl.constexpr,
+                     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, ADD: tl.constexpr, FLATTEN: tl.constexpr):
+    """dy, x: ragged descriptors, which read zeros outside the expert's rows; more_: a second part, or None; grad [E, F, D]: a descriptor
+    of half a tile.
 
     ADD: "no", "reduce" (the memory adds; every element is added to once, so the result is the same every time), or "read".
     """
@@ -166,13 +178,19 @@ def _weight_gradient(dy, x, grad, starts, NUM_EXPERTS: tl.constexpr, F: tl.const
     TILES: tl.constexpr = (F + ROWS - 1) // ROWS * ACROSS
     for tile in tl.range(tl.program_id(0), NUM_EXPERTS * TILES, tl.num_programs(0), flatten=FLATTEN):
         expert = tile // TILES
-        start = tl.load(starts + expert)
-        count = tl.load(starts + expert + 1) - start
         down, across = tile % TILES // ACROSS * ROWS, tile % ACROSS * COLUMNS
         total = tl.zeros((ROWS, COLUMNS), tl.float32)
+        start = tl.load(starts + expert)
+        count = tl.load(starts + expert + 1) - start
         for at in range(0, count, DEPTH):
             left, right = load_ragged(dy, start, count, [at, down]), load_ragged(x, start, count, [at, across])
             total = tl.dot(left.T, right, total)
+        if more_dy is not None:
+            start = tl.load(more_starts + expert)
+            count = tl.load(more_starts + expert + 1) - start
+            for at in range(0, count, DEPTH):
+                left, right = load_ragged(more_dy, start, count, [at, down]), load_ragged(more_x, start, count, [at, across])
+                total = tl.dot(left.T, right, total)
         # Half a tile at a time: a whole one in fp32 would leave too little shared memory for the loop's own tiles.
         first, second = total.reshape(ROWS, 2, COLUMNS // 2).permute(0, 2, 1).split()
         _put(grad, expert, down, across, first, ADD)
@@ -213,11 +231,11 @@ def product(x: Tensor, weight: Tensor, tiles: RowTiles, tiling: Tiling, *, trans
     return y
 
 
-def gated_product(x: Tensor, weight: Tensor, tiles: RowTiles, tiling: Tiling) -> tuple[Tensor, Tensor]:
-    """(gate and up [N, 2, I], gelu(gate) * up [N, I]) of x [N, D] and weight [E, 2, I, D]."""
+def gated_product(x: Tensor, weight: Tensor, tiles: RowTiles, tiling: Tiling, *, keep: bool = True) -> tuple[Tensor | None, Tensor]:
+    """(gate and up [N, 2, I] if they are to be kept, gelu(gate) * up [N, I]) of x [N, D] and weight [E, 2, I, D]."""
     num_rows, depth = x.shape
     width = weight.shape[2]
-    gate_up, y = x.new_empty(num_rows, 2, width), x.new_empty(num_rows, width)
+    gate_up, y = x.new_empty(num_rows, 2, width) if keep else None, x.new_empty(num_rows, width)
     if y.numel():
         _gated_product[_programs(x, tiling)](
             _rows_descriptor(x, tiling), _weight_descriptor(weight.flatten(0, 1), tiling, False), gate_up, y, tiles.table, tiles.number,
@@ -237,18 +255,22 @@ def gated_gradient(dy: Tensor, weight: Tensor, gate_up: Tensor, tiles: RowTiles,
     return dgate_up, activated
 
 
-def weight_gradient(dy: Tensor, x: Tensor, tiles: RowTiles, tiling: Tiling, *, total: Tensor | None = None,
-                    add: str = "reduce") -> Tensor:
-    """G [E, F, D] of dy [N, F] and x [N, D], in their dtype, or added to `total` fp32 [E, F, D]. Zero for an expert without rows."""
-    num_experts, width, depth = len(tiles.starts) - 1, dy.shape[1], x.shape[1]
-    grad = x.new_empty(num_experts, width, depth) if total is None else total
-    if not len(x):
+def weight_gradient(parts: Sequence[OuterProducts], tiling: Tiling, *, total: Tensor | None = None) -> Tensor:
+    """G [E, F, D], the sum of one or two parts, in their dtype, or added to `total` fp32 of as many elements. Zero without rows."""
+    dy, x, starts = parts[0].dy, parts[0].x, parts[0].tiles.starts
+    num_experts, width, depth = len(starts) - 1, dy.shape[1], x.shape[1]
+    grad = x.new_empty(num_experts, width, depth) if total is None else total.view(num_experts, width, depth)
+    filled = [part for part in parts if len(part.x)]
+    if not filled:
         return grad.zero_() if total is None else grad
-    tile = [tiling.depth, tiling.rows], [tiling.depth, tiling.columns], [1, tiling.rows, tiling.columns // 2]
+    rows = [argument for part in filled for argument in (
+        create_ragged_descriptor(part.dy, [tiling.depth, tiling.rows]), create_ragged_descriptor(part.x, [tiling.depth, tiling.columns]),
+        part.tiles.starts)]
+    add = "no" if total is None else "reduce" if x.is_cuda else "read"  # interpreted kernels have no reduction
     _weight_gradient[_programs(x, tiling)](
-        create_ragged_descriptor(dy, tile[0]), create_ragged_descriptor(x, tile[1]), TensorDescriptor.from_tensor(grad, tile[2]),
-        tiles.starts, NUM_EXPERTS=num_experts, F=width, D=depth, ROWS=tiling.rows, COLUMNS=tiling.columns, DEPTH=tiling.depth,
-        ADD="no" if total is None else add, FLATTEN=tiling.flatten, num_warps=tiling.warps, num_stages=tiling.stages)
+        *rows, *[None] * (6 - len(rows)), TensorDescriptor.from_tensor(grad, [1, tiling.rows, tiling.columns // 2]),
+        NUM_EXPERTS=num_experts, F=width, D=depth, ROWS=tiling.rows, COLUMNS=tiling.columns, DEPTH=tiling.depth, ADD=add,
+        FLATTEN=tiling.flatten, num_warps=tiling.warps, num_stages=tiling.stages)
     return grad
 
 
