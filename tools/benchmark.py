@@ -13,6 +13,7 @@ from pathlib import Path
 # Name -> (module of tools/benchmarking, what it measures). A module has add_arguments(parser) and run(arguments) -> number of failures.
 SUITES = {
     "h200": ("training", "training steps of real width beside transformers, on one GPU"),
+    "scaling": ("scaling", "forward and backward of one global batch on one GPU and on two: dp2, tp2+sp, ep2, cp2"),
     "cpu": ("training", "training steps of the toy beside transformers, on a CPU"),
     "moe": ("moe", "training steps by dispatcher and recompute over ranks that share experts: time, exchanges, exposed communication"),
 }

@@ -16,6 +16,7 @@ from megatron_dllm.diffusion.batch_plan import RowRequest, fit_example, plan_bat
 from megatron_dllm.diffusion.inputs import MicrobatchInputs, microbatch_inputs, to_device
 from megatron_dllm.diffusion.random import DrawKey, Stream
 from megatron_dllm.diffusion.streams import Streams, build_streams
+from megatron_dllm.parallel import ParallelContext, communication
 from megatron_dllm.transformer.token_pass import SequenceSplit
 
 FIRST_TOKEN = 3  # below it stand pad, end and begin
@@ -106,3 +107,24 @@ def measure(step: Callable[[], float], device: torch.device, *, warmup: int = 2,
         times.append((time.perf_counter() - start) * 1e3)
     peak = torch.cuda.max_memory_allocated(device) / 2**30 if on_gpu else 0.0
     return Timing(statistics.median(times), min(times), max(times), peak, value)
+
+
+def measure_ranks(step: Callable[[], float], context: ParallelContext, *, prepare: Callable[[], None], warmup: int = 2,
+                  repeats: int = 5) -> Timing:
+    """Time `step` on all ranks of a context together, `prepare` before each call not counted: of every call the slowest rank's time, of
+    memory the largest peak, from before the warm-up on."""
+    on_gpu, times = context.device.type == "cuda", []
+    for number in range(warmup + repeats):
+        prepare()
+        communication.all_reduce(torch.zeros((), device=context.device), context.world)
+        if on_gpu:
+            torch.cuda.synchronize(context.device)
+        start = time.perf_counter()
+        value = step()
+        if on_gpu:
+            torch.cuda.synchronize(context.device)
+        if number >= warmup:
+            times.append((time.perf_counter() - start) * 1e3)
+    peak = torch.cuda.max_memory_allocated(context.device) / 2**30 if on_gpu else 0.0
+    slowest = communication.all_reduce(torch.tensor([*times, peak], device=context.device), context.world, "max").tolist()
+    return Timing(statistics.median(slowest[:-1]), min(slowest[:-1]), max(slowest[:-1]), slowest[-1], value)

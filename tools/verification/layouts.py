@@ -30,7 +30,7 @@ from megatron_dllm.config import ParallelConfig
 from megatron_dllm.parallel import ParallelContext, initialize
 from megatron_dllm.parallel.launch import launched
 from verification import canvas_traffic
-from verification.layout_bf16 import LIMIT, LowTrace, compare_low, low_trace
+from verification.layout_bf16 import LIMIT, TENSOR_LIMIT, LowTrace, compare_low, low_trace
 from verification.layout_cases import LAYOUTS, Case, Layout, covering_array, product
 from verification.layout_compare import FAULTS, compare_wide, run_case
 from verification.layout_table import LOW, WIDE, AnyOutcome, cells, header, line, markdown
@@ -161,15 +161,15 @@ def run_in_world(arguments: argparse.Namespace) -> int:
         write_results(arguments, world.rank, outcomes, running=case.name)
         outcome = run_case(case, traces[case.reference], base, compare, fault)
         outcomes.append(outcome)
+        notes = [title, *summary(outcomes, arguments.dtype)]
+        if arguments.markdown is not None and world.rank == 0:  # after every case: a job may be cut off
+            arguments.markdown.write_text(markdown(columns, [cells(columns, done) for done in outcomes], notes), encoding="utf-8")
         say(line(columns, outcome), flush=True)
         if outcome.explanations:
             shown = 1 if fault else 12
             say("\n".join(f"        {text}" for text in outcome.explanations[:shown]), flush=True)
     write_results(arguments, world.rank, outcomes, running="")
-    notes = [title, *summary(outcomes, arguments.dtype)]
-    say("\n".join(notes[1:]))
-    if arguments.markdown is not None and world.rank == 0:
-        arguments.markdown.write_text(markdown(columns, [cells(columns, outcome) for outcome in outcomes], notes), encoding="utf-8")
+    say("\n".join(summary(outcomes, arguments.dtype)))
     dist.destroy_process_group()
     # A world that the suite has started tells it by its results; a status would have torchrun end the other ranks.
     return 0 if arguments.part is not None else missed + sum(bool(outcome.missed()) != bool(outcome.fault) for outcome in outcomes)
@@ -188,7 +188,8 @@ def summary(outcomes: Sequence[AnyOutcome], dtype: str) -> list[str]:
     if dtype == "bf16":
         return ["own error: |g - g64| / |g64| of one process in bf16.",
                 f"Other figures: distance from fp64 in units of that of one process in bf16, limit {LIMIT:g}: loss, whole gradient, worst "
-                "tensor, masters after three steps. Every token goes to all experts, since rounding would decide a choice.", counts]
+                f"tensor (limit {TENSOR_LIMIT:g}), masters after three steps. Every token goes to all experts, since rounding would "
+                "decide a choice.", counts]
     by_floor = [name for outcome in cases for name in outcome.by_floor_alone]
     floor = sorted({re.sub(r"layers\.\d+", "layers.N", name) for name in by_floor})
     return ["fp32 gradients with an element that passes by the floor 1e-7 |g| alone: " + (", ".join(floor) or "none"), counts]
