@@ -2,11 +2,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ...kernels.graphs import Recorder, Recording
 from ...transformer.block import Context
 from ...transformer.gated_delta_plan import NOTHING, Runs, appended_runs
 from ...transformer.token_pass import LAYER_TYPES, SequenceSplit, TokenPass, token_pass
@@ -14,14 +16,25 @@ from ...transformer.visibility import CLEAN, Visibility
 from .model import DiffusionGemma
 
 
+@dataclass
+class RecordedStep:
+    """A denoising step at fixed addresses: what it reads, and, from its second call on, its recording, whose result are the logits."""
+
+    canvas: Tensor
+    logits: Tensor
+    recording: Recording | None = None
+
+
 class Session:
     """R rows in the middle of generation (the sampler's Denoiser).
 
     Full layers keep the keys of all of a row's tokens, sliding layers those of the last window - 1; linear layers the state at its end.
     A layer's context is one flat tensor, the rows one after the other; `held` says how many keys of each row it has, by layer type.
+
+    With a `recorder`, the steps of a canvas from its third on are replayed: they differ in nothing but the numbers they read.
     """
 
-    def __init__(self, model: DiffusionGemma, num_rows: int):
+    def __init__(self, model: DiffusionGemma, num_rows: int, recorder: Recorder | None = None):
         config = model.config
         self.model, self.num_rows, self.vocab_size, self.canvas_length = model, num_rows, config.vocab_size, config.canvas_length
         self.max_positions, self.dtype, self.device = config.max_position_embeddings, model.dtype, model.context.device
@@ -31,6 +44,8 @@ class Session:
         self.linear = "linear" in config.layer_types
         self.contexts: dict[int, Context] | None = None
         self._decoding: tuple[tuple[int, ...], TokenPass] | None = None
+        self._recorder = recorder
+        self._step: RecordedStep | None = None
 
     @torch.no_grad()
     def encode(self, tokens: Sequence[Tensor]) -> None:
@@ -38,7 +53,7 @@ class Session:
         counts = np.array([len(row) for row in tokens], np.int64)
         if counts.sum() == 0:
             return
-        self._decoding = None
+        self._decoding = self._step = None
         positions = np.concatenate([np.arange(n) + start for n, start in zip(counts, self.lengths, strict=True)])
         visibility, order, kept, held = {}, {}, {}, {}
         for kind in LAYER_TYPES:
@@ -72,18 +87,36 @@ class Session:
 
     @torch.no_grad()
     def denoise(self, canvas: Tensor, self_conditioning_logits: Tensor | None, rows: Tensor) -> Tensor:
-        """Logits [A, C, V], at least fp32, of canvases [A, C] right after what the rows [A] hold, given the logits of the step before."""
+        """Logits [A, C, V], at least fp32, of canvases [A, C] right after what the rows [A] hold, given the logits of the step before.
+
+        With a recorder they are there until the next call.
+        """
+        decoding = self._pass(tuple(rows.tolist()), canvas.shape[1])
+        if self._recorder is None or self_conditioning_logits is None:
+            return self._decode(canvas, self_conditioning_logits, decoding)
+        if self._step is None:
+            self._step = RecordedStep(canvas.clone(), self_conditioning_logits.clone())
+            return self._recorder.warm_up(lambda: self._decode(canvas, self_conditioning_logits, decoding))
+        step = self._step
+        step.canvas.copy_(canvas)
+        step.logits.copy_(self_conditioning_logits)
+        if step.recording is None:
+            step.recording = self._recorder.record(lambda: self._decode(step.canvas, step.logits, decoding))
+        step.recording.replay()
+        return step.recording.result
+
+    def _decode(self, canvas: Tensor, self_conditioning_logits: Tensor | None, decoding: TokenPass) -> Tensor:
         model = self.model
         x, signal = model.embed(canvas.flatten()), None
         if self_conditioning_logits is not None:
             signal = model.own(model.soft_signal_of(self_conditioning_logits.flatten(0, 1)))
-        decoding = self._pass(tuple(rows.tolist()), canvas.shape[1])
         x, _ = model.run_layers(model.self_conditioning(x, signal), decoding, self.contexts)
         return model.logits(model.whole(x, decoding)).unflatten(0, canvas.shape)
 
     def _pass(self, rows: tuple[int, ...], length: int) -> TokenPass:
         """The canvas pass of these rows; kept until the rows or their contexts change."""
         if self._decoding is None or self._decoding[0] != rows:
+            self._step = None
             chosen = np.array(rows)
             ids = np.repeat(np.arange(len(rows)), length)
             visibility = {}
