@@ -31,6 +31,18 @@ def gated_gelu(gate_up: Tensor) -> Tensor:
     return (0.5 * gate * (1 + torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))) * up).to(gate_up.dtype)
 
 
+def grouped_mlp(rows: Tensor, gate_up: Tensor, down: Tensor, counts: Tensor) -> Tensor:
+    """down_e (gelu(gate_e x) * up_e x) for the rows x of expert e: rows [N, H] sorted by expert, gate_up [E, 2, I, H], down [E, H, I],
+    counts [E]. Rows after the last expert's give zero."""
+    parts = [rows.new_zeros(0, rows.shape[1])]
+    for x, (gate, up), out in zip(rows[:int(counts.sum())].split(counts.tolist()), gate_up, down, strict=True):
+        wide = _wide(x)
+        hidden = torch.stack([wide @ _wide(gate).mT, wide @ _wide(up).mT], dim=1)
+        parts.append((gated_gelu(hidden) @ _wide(out).mT).to(rows.dtype))
+    y = torch.cat(parts)
+    return torch.cat([y, y.new_zeros(len(rows) - len(y), y.shape[1])])
+
+
 def permute(x: Tensor, row: Tensor, num_rows: int) -> Tensor:
     """rows [N, H]: rows[row[t, c]] = x[t] for every choice c of token t that has a row (row[t, c] < N)."""
     has_row = row < num_rows
@@ -76,3 +88,19 @@ def _logits(product: Tensor, softcap: float | None, observed: Tensor | None, bon
 
 def _one_hot(index: Tensor, like: Tensor) -> Tensor:
     return (index[:, None] == torch.arange(like.shape[1], device=like.device)).to(like.dtype)
+
+
+def after_attention(x: Tensor, y: Tensor, weight: Tensor, readers: tuple[Tensor, Tensor, Tensor], factor: float,
+                    eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """h = x + rms_norm(y, weight), then rms_norm(h, r) for each of three readers r, the last times `factor` and in at least fp32."""
+    h = (_wide(x) + rms_norm(_wide(y), weight, eps)).to(x.dtype)
+    first, second, third = (rms_norm(_wide(h), reader, eps) for reader in readers)
+    return h, first.to(x.dtype), second.to(x.dtype), third * factor
+
+
+def after_feed_forward(h: Tensor, a: Tensor, b: Tensor, weight_a: Tensor, weight_b: Tensor, weight: Tensor, scalars: Tensor, num_first: int,
+                       eps: float) -> Tensor:
+    """(h + rms_norm(rms_norm(a, weight_a) + rms_norm(b, weight_b), weight)) * scalars[0] in the first rows, scalars[1] in the others."""
+    total = rms_norm(rms_norm(_wide(a), weight_a, eps) + rms_norm(_wide(b), weight_b, eps), weight, eps)
+    scale = _wide(scalars)[(torch.arange(len(h), device=h.device) >= num_first).long()]
+    return ((_wide(h) + total) * scale[:, None]).to(h.dtype)

@@ -29,22 +29,28 @@ def need_kernels(device: str) -> None:
 
 @functools.cache
 def _mend_interpreter() -> None:
-    """Two faults of Triton 3.6 where kernels are interpreted: it multiplies the bits of bf16 matrices as integers, and makes an index (a
-    loop's bound, read from memory) of an array of one number, which numpy 2.4 refuses."""
+    """Three faults of Triton 3.6 where kernels are interpreted: it multiplies the bits of bf16 matrices as integers, cuts fp32 to bf16
+    instead of rounding, and makes an index (a loop's bound, read from memory) of an array of one number, which numpy 2.4 refuses."""
     from triton.runtime import interpreter
 
-    dot, patch = interpreter.InterpreterBuilder.create_dot, interpreter._patch_lang_tensor
+    dot, patch, convert = interpreter.InterpreterBuilder.create_dot, interpreter._patch_lang_tensor, interpreter._convert_float
 
     def widened(handle):
         if handle.dtype.scalar == interpreter.tl.bfloat16:
             return interpreter.TensorHandle((handle.data.astype("uint32") << 16).view("float32"), interpreter.tl.float32)
         return handle
 
+    def rounded(values, source, target, rounding):
+        if (source, target) != (interpreter.tl.float32, interpreter.tl.bfloat16):
+            return convert(values, source, target, rounding)
+        return torch.from_numpy(values.reshape(-1).copy()).bfloat16().view(torch.int16).numpy().view("uint16").reshape(values.shape)
+
     def patch_and_mend(tensor, scope) -> None:
         patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     interpreter.InterpreterBuilder.create_dot = lambda self, a, b, *others: dot(self, widened(a), widened(b), *others)
+    interpreter._convert_float = rounded
     interpreter._patch_lang_tensor = patch_and_mend
 
 

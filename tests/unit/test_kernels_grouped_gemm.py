@@ -1,0 +1,137 @@
+"""kernels.grouped_gemm and kernels.grouped_mlp against the loop over experts."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron_dllm.kernels import reference
+from tests.unit.kernel_cases import DEVICES, check, draw, need_kernels
+
+COUNTS = {"one token": (0, 1, 0), "odd": (3, 0, 41, 17), "none": (0, 0), "all in one": (0, 150, 0), "two tiles": (129, 1, 127)}
+CASES = pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+HIDDEN, INNER = 40, 24  # neither fills a tile
+BF16 = torch.bfloat16
+
+
+def plain(rows, gate_up, down, counts):
+    parts = [rows.new_zeros(0, rows.shape[1])]
+    for x, up, out in zip(rows.split(counts.tolist()), gate_up, down, strict=True):
+        gate, up = F.linear(x, up.flatten(0, 1)).chunk(2, dim=-1)
+        parts.append(F.linear(F.gelu(gate, approximate="tanh") * up, out))
+    return torch.cat(parts)
+
+
+def arguments(counts, device, hidden=HIDDEN, inner=INNER):
+    num_experts = len(counts)
+    scaled = [(draw(*shape, dtype=torch.float32, device=device) * shape[-1] ** -0.5).to(BF16).detach().requires_grad_()
+              for shape in ((num_experts, 2, inner, hidden), (num_experts, hidden, inner))]
+    rows = draw(sum(counts), hidden, dtype=BF16, device=device)
+    return [rows, *scaled, torch.tensor(counts, device=device)], draw(sum(counts), hidden, dtype=BF16, device=device, grad=False)
+
+
+def exact_gradients(inputs, dy):
+    wide = [x.detach().double().requires_grad_() for x in inputs[:3]]
+    return torch.autograd.grad(reference.grouped_mlp(*wide, inputs[3]), wide, dy.double())
+
+
+@DEVICES
+@CASES
+def test_grouped_mlp(counts, device):
+    need_kernels(device)
+    from megatron_dllm.kernels.grouped_mlp import grouped_mlp
+
+    inputs, dy = arguments(counts, device)
+    check(grouped_mlp, reference.grouped_mlp, plain, inputs, dy)
+    with torch.no_grad():
+        assert torch.equal(grouped_mlp(*inputs), grouped_mlp(*inputs[:2], inputs[2].detach().requires_grad_(), inputs[3]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mean", [64, 256])
+def test_grouped_mlp_at_the_models_widths(mean):
+    from megatron_dllm.kernels.grouped_mlp import grouped_mlp
+
+    chosen = torch.randint(0, 15, (16 * mean,), generator=torch.Generator().manual_seed(0))
+    inputs, dy = arguments(chosen.bincount(minlength=16).tolist(), "cuda", hidden=2816, inner=704)
+    check(grouped_mlp, reference.grouped_mlp, plain, inputs, dy)
+
+
+@DEVICES
+def test_rows_after_the_last_experts_are_not_read(device):
+    need_kernels(device)
+    from megatron_dllm.kernels.grouped_mlp import grouped_mlp
+
+    (rows, *weights, counts), dy = arguments(COUNTS["odd"], device)
+    end = len(rows)
+
+    def results(rows, dy):
+        rows = rows.detach().requires_grad_()
+        y = grouped_mlp(rows, *weights, counts)
+        drows, *others = torch.autograd.grad(y, (rows, *weights), dy)
+        return y.detach()[:end], drows[:end], *others
+
+    padding = rows.new_full((70, HIDDEN), float("nan"))
+    padded = results(torch.cat([rows, padding]), torch.cat([dy, padding]))
+    for ours, want in zip(padded, results(rows, dy), strict=True):
+        assert ours.isfinite().all() and torch.equal(ours, want)
+
+
+@DEVICES
+@pytest.mark.parametrize("num_calls", [1, 2, 3])
+def test_gradients_of_several_calls_are_added_to_fp32(num_calls, device):
+    need_kernels(device)
+    from megatron_dllm.kernels.grouped_mlp import Deferred, add_weight_gradient, grouped_mlp
+
+    starts = [torch.randn(4, 2 * INNER * HIDDEN, device=device), torch.randn(4, HIDDEN * INNER, device=device)]
+    totals, wanted, parts = [x.clone() for x in starts], [x.double() for x in starts], ([], [])
+    tickets = [torch.zeros(0, device=device, requires_grad=True) for _ in totals]
+    losses = 0
+    for counts in (COUNTS["odd"], (0, 0, 0, 0), (1, 0, 2, 0))[:num_calls]:
+        inputs, dy = arguments(counts, device)
+        with torch.no_grad():  # the weights that every call has
+            inputs[1:3] = arguments(COUNTS["odd"], device)[0][1:3]
+        up, down = (Deferred(ticket, part.append) for ticket, part in zip(tickets, parts, strict=True))
+        losses = losses + (grouped_mlp(*inputs, deferred_up=up, deferred_down=down).float() * dy).sum()
+        for want, grad in zip(wanted, exact_gradients(inputs, dy)[1:], strict=True):
+            want += grad.view(want.shape)
+    losses.backward()
+    assert all(weight.grad is None for weight in inputs[1:3]) and all(ticket.grad is not None for ticket in tickets)
+    for total, part, want, start in zip(totals, parts, wanted, starts, strict=True):
+        add_weight_gradient(total, part)
+        # What is multiplied has been rounded to bf16 twice on the way, which no sum makes larger.
+        assert (total - want).abs().max() <= 2**-7 * (want - start).abs().max()
+        assert torch.equal(total[1], start[1]), "an expert without rows leaves the buffer as it is"
+
+
+@DEVICES
+def test_place_tiles(device):
+    need_kernels(device)
+    from megatron_dllm.kernels.grouped_gemm import place_tiles
+
+    tiles = place_tiles(torch.tensor([3, 0, 5, 4], device=device), 20, 4)
+    assert tiles.number.item() == 4 and tiles.starts.tolist() == [0, 3, 3, 8, 12]
+    assert tiles.table[:4, :3].tolist() == [[0, 0, 3], [2, 3, 4], [2, 7, 1], [3, 8, 4]]
+    assert len(tiles.table) >= 20 // 4 + 4, "the most tiles that 20 rows of 4 experts can have"
+
+
+@DEVICES
+@CASES
+def test_product_and_weight_gradient(counts, device):
+    need_kernels(device)
+    from megatron_dllm.kernels.grouped_gemm import OuterProducts, Tiling, place_tiles, product, weight_gradient
+
+    tiling = Tiling(64, 64, 16, 4, 2)
+    (x, _, weight, counts), dy = arguments(counts, device, hidden=72, inner=104)
+    rows = [part.double() for part in x.split(counts.tolist())]
+    tiles = place_tiles(counts, len(x), tiling.rows)
+    to_inner = product(x.detach(), weight.detach(), tiles, tiling, transposed=True)
+    wanted = torch.cat([part @ expert.double() for part, expert in zip(rows, weight, strict=True)])
+    same = product(x.detach(), weight.detach().mT.contiguous(), tiles, tiling)
+    grad = weight_gradient([OuterProducts(dy, to_inner, tiles)], tiling)
+    wanted_grad = torch.stack([a.double().mT @ b.double() for a, b in zip(dy.split(counts.tolist()), to_inner.split(counts.tolist()),
+                                                                          strict=True)])
+    for ours, want in ((to_inner, wanted), (same, wanted), (grad, wanted_grad)):
+        assert ours.dtype == BF16 and ours.shape == want.shape
+        if len(x):  # products of bf16 are exact in fp32: the one error is the result's rounding
+            assert (ours - want).abs().max() <= 2**-8 * want.abs().max()
+    assert not grad[(counts == 0)].any()
