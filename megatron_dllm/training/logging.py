@@ -26,6 +26,9 @@ LEADING: dict[str, tuple[str, Form | None]] = {
 TRAILING: dict[str, tuple[str, Form]] = {
     "grad_norm": ("grad norm", lambda v: f"{v:.3f}"),
     "num_zeros": ("num zeros", str),
+    "slowest_rank": ("slowest rank", str),
+    "slowest_rank_ms": ("its own time (ms)", lambda v: f"{v:.1f}"),
+    "fastest_rank_ms": ("fastest (ms)", lambda v: f"{v:.1f}"),
     "skipped": ("number of skipped iterations", lambda v: f"{v:3}"),
     "tokens_per_second": ("tokens/s", lambda v: f"{v:.0f}"),
     "canvas_tokens_per_second": ("canvas tokens/s", lambda v: f"{v:.0f}"),

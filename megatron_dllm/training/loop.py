@@ -23,9 +23,11 @@ from .batches import BatchMaker, PreparedBatch, training_batches
 from .evaluation import evaluate, sample_generations
 from .graphs import graphed
 from .logging import RunLogger
+from .norm_spikes import NormSpikes
 from .operations import TokenCounts, step_operations
 from .optimizer import MasterOptimizer
 from .profiling import StepProfiler
+from .rank_times import RankTimes
 from .saving import Saver, restore
 from .schedules import LearningRateSchedule
 from .signals import SignalWatcher, StopPolicy, decode_reason, encode_reason
@@ -111,7 +113,10 @@ class Trainer:
             saver = Saver(self, logger, status)
             policy = StopPolicy(training.exit_interval, training.exit_duration_in_mins, time.monotonic())
             meter = Throughput(num_devices=self.context.world.size, peak=self._peak(), with_operations=self.run.logging.log_throughput)
+            spikes, ranks = NormSpikes(self.run.logging.log_grad_norm_spike), RankTimes(self.context)
+            self.optimizer.after_backward = ranks.after_backward
             iteration, reason, skipped, mark = start, None, SkippedSteps(), time.perf_counter()
+            ranks.restart()
             for prepared in training_batches(self.train, start_iteration=start, iterations=self.total_iterations):
                 profiler.before_step(iteration)
                 self.model.train()
@@ -120,14 +125,17 @@ class Trainer:
                 mark = self._measure(prepared, meter, mark)
                 self._note_skipped(result, prepared, iteration, skipped, logger)
                 iteration += 1
+                if spike := spikes.note(iteration, result.grad_norm):
+                    logger.message(spike)
                 watch.beat(f"iteration {iteration}")
                 status.progress(iteration)
-                self._report(iteration, result, meter, logger, skipped)
+                self._report(iteration, result, meter, logger, skipped, ranks)
                 self._evaluate(iteration, logger, saver)
                 saver.after(iteration)
                 reason = agree(policy.reason(iteration, now=time.monotonic(), signal_name=signals.requested), self.context)
                 if reason and iteration < self.total_iterations:
                     break
+                ranks.restart()
             else:
                 reason = None
             saver.finish(iteration, reason)
@@ -156,7 +164,8 @@ class Trainer:
             raise TrainingFailed(
                 f"{text}. {skipped.in_a_row} in a row: stopping (--max-skipped-steps {limit}); weights are those before them")
 
-    def _report(self, iteration: int, result: StepResult, meter: Throughput, logger: RunLogger, skipped: SkippedSteps) -> None:
+    def _report(self, iteration: int, result: StepResult, meter: Throughput, logger: RunLogger, skipped: SkippedSteps,
+                ranks: RankTimes) -> None:
         if iteration % self.run.logging.log_interval and iteration not in (1, self.total_iterations):
             logger.advance(iteration)
             return
@@ -164,7 +173,7 @@ class Trainer:
             "consumed_samples": iteration * self.run.training.global_batch_size, "learning_rate": self.schedule.at(iteration - 1),
             **loss_metrics(result.terms), "grad_norm": result.grad_norm, "skipped": skipped.in_all,
             **({} if result.num_zeros is None else {"num_zeros": result.num_zeros}), **replay_metrics(result.replay),
-            **balance_metrics(self.model.routing.drain(), self.context), **meter.drain(),
+            **balance_metrics(self.model.routing.drain(), self.context), **meter.drain(), **ranks.drain(),
             **memory_metrics(self.context.device)})
 
     def _evaluate(self, iteration: int, logger: RunLogger, saver: Saver) -> None:

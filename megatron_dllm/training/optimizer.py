@@ -71,6 +71,7 @@ class MasterOptimizer:
             for decayed, decay in ((True, config.weight_decay), (False, 0.0))]
         self.torch = algorithm(groups, config)
         self.num_steps = 0  # updates done so far
+        self.after_backward: Callable[[], None] = lambda: None  # called before the gradients' sums are waited for
 
     @property
     def num_trained(self) -> int:
@@ -79,6 +80,7 @@ class MasterOptimizer:
 
     def finish_gradients(self) -> None:
         """Complete the gradients after the last backward; every rank calls it."""
+        self.after_backward()
         finalize_gradients(self.buckets, self.context)
 
     def grad_norm(self) -> Tensor:

@@ -1,9 +1,11 @@
 """Buckets, the distributed optimizer, norms and what ranks agree on, over gloo worlds, against sums made by hand (float64)."""
 
+import time
 from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from megatron_dllm.config import OptimizerConfig
@@ -15,6 +17,7 @@ from megatron_dllm.parallel.gathering import gather_whole
 from megatron_dllm.parallel.placement import place
 from megatron_dllm.training.loop import agree, first_rank_first
 from megatron_dllm.training.optimizer import MasterOptimizer
+from megatron_dllm.training.rank_times import RankTimes
 from megatron_dllm.training.step import sum_terms
 
 DTYPE = torch.float64
@@ -174,6 +177,22 @@ def test_distributed_optimizer_steps_as_the_whole_one(world, sizes):
     assert max(num_held) < plain[0][3]
     if sizes.tp == 1:
         assert sum(num_held) == plain[0][3]
+
+
+def own_times(rank):
+    """Metrics of three steps in which rank 1 takes longer until its last backward, and all wait for it after that; and a second drain."""
+    ranks = RankTimes(create_context(Topology(world=2), rank=rank, device=torch.device("cpu"), sequence_parallel=False))
+    for _ in range(3):
+        ranks.restart()
+        time.sleep(0.06 if rank else 0.01)
+        ranks.after_backward()
+        dist.barrier()
+    return ranks.drain(), ranks.drain()
+
+
+def test_slowest_rank_is_the_one_that_the_others_wait_for(world):
+    for metrics, again in world.run(own_times, size=2):
+        assert metrics["slowest_rank"] == 1 and metrics["slowest_rank_ms"] > 1.5 * metrics["fastest_rank_ms"] > 15 and again == {}
 
 
 def agreements(rank):
