@@ -10,10 +10,19 @@ from megatron_dllm.config.flags import flag
 class MoEConfig:
     """Mixture of experts"""
 
-    moe_token_dispatcher_type: Literal["allgather", "alltoall", "deepep", "hybridep"] = flag(
+    moe_token_dispatcher_type: Literal["allgather", "alltoall", "deepep", "hybridep", "flex"] = flag(
         "How tokens get to the ranks of their experts: to all ranks (the simple reference), by all-to-all, or by the kernels of the "
-        "deep_ep package (on CUDA, with --expert-model-parallel-size above 1).",
+        "deep_ep package (on CUDA, with --expert-model-parallel-size above 1); flex: by those that --moe-flex-dispatcher-backend names.",
         "alltoall",
+    )
+    moe_flex_dispatcher_backend: Literal["deepep", "hybridep"] | None = flag(
+        "The kernels of --moe-token-dispatcher-type flex, as Megatron-LM spells it; without it: deepep.", None
+    )
+    moe_max_tokens_per_rank: int | None = flag(
+        "Most tokens that a rank has in one pass (clean ones and canvases of a microbatch). With it alltoall and deepep make room for the "
+        "worst case, and the host waits for no number of rows; alltoall then sends as much, which only few ranks make worthwhile. Without "
+        "it rooms are of the right size.",
+        None,
     )
     moe_recompute_replay: bool = flag(
         "Under recompute, follow the routing and the layout of the forward instead of deciding and exchanging them again.", True
@@ -29,3 +38,13 @@ class MoEConfig:
         False,
     )
     moe_router_bias_update_rate: float = flag("How much --moe-router-enable-expert-bias changes a bias in a step.", 1e-3)
+
+    @property
+    def dispatcher(self) -> str:
+        """The dispatcher in use, whichever way it was spelled."""
+        return dispatcher_in_use(self.moe_token_dispatcher_type, self.moe_flex_dispatcher_backend)
+
+
+def dispatcher_in_use(kind: str, backend: str | None) -> str:
+    """The dispatcher of --moe-token-dispatcher-type and --moe-flex-dispatcher-backend."""
+    return (backend or "deepep") if kind == "flex" else kind

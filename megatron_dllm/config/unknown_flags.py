@@ -38,7 +38,6 @@ RENAMED = {
     "--intermediate-size": "--ffn-hidden-size",
     "--moe-intermediate-size": "--moe-ffn-hidden-size",
     "--top-k-experts": "--moe-router-topk",
-    "--moe-flex-dispatcher-backend": "--moe-token-dispatcher-type",
     "--moe-enable-deepep": "--moe-token-dispatcher-type",
     "--sliding-window": "--window-size",
     "--rope-theta": "--rotary-base",

@@ -67,9 +67,11 @@ def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
 
 def looped_linear(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """The same, one product an expert. Reads the counts on the host."""
-    parts = rows.split(counts.tolist())
-    return torch.cat([F.linear(part, expert) for part, expert in zip(parts, weight.unbind(0), strict=True)])
+    """The same, one product an expert. Reads the counts on the host. Rows of no expert stand last and give zero."""
+    lengths = counts.tolist()
+    *parts, rest = rows.split([*lengths, len(rows) - sum(lengths)])
+    products = [F.linear(part, expert) for part, expert in zip(parts, weight.unbind(0), strict=True)]
+    return torch.cat([*products, rows.new_zeros(len(rest), weight.shape[1])])
 
 
 class _ContiguousGradient(torch.autograd.Function):

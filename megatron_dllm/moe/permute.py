@@ -30,10 +30,12 @@ def sort_by_expert(indices: Tensor, num_experts: int) -> Permutation:
 
 
 def sort_by_local_expert(indices: Tensor, num_experts: int, num_rows: int) -> Permutation:
-    """The same where only `num_rows` of the choices [T, k] are of these experts; the others are -1 and get no row."""
+    """The same where some of the choices [T, k] are not of these experts: they are -1 and get no row. There are `num_rows` rows, at least
+    as many as the others; those left over stand last and belong to no expert."""
     flat = indices.reshape(-1)
-    experts, slot = torch.where(flat < 0, num_experts, flat).sort(stable=True)
-    row = _inverse(slot).clamp_(max=num_rows).view(indices.shape)
+    absent = flat < 0
+    experts, slot = torch.where(absent, num_experts, flat).sort(stable=True)
+    row = torch.where(absent, num_rows, _inverse(slot)).view(indices.shape)
     return Permutation(slot[:num_rows], row, _counts(experts, num_experts), is_partial=True)
 
 
@@ -59,6 +61,11 @@ def _taken(rows: Tensor, row: Tensor, is_partial: bool) -> Tensor:
     return (torch.cat([rows, rows.new_zeros(1, rows.shape[1])]) if is_partial else rows)[row]
 
 
+def _of_slots(x: Tensor, slot: Tensor, num_choices: int) -> Tensor:
+    """x[slot[n] // k] for each row; without tokens every row is left over."""
+    return x[slot // num_choices] if len(x) else x.new_zeros(len(slot), x.shape[1])
+
+
 class _Permute(torch.autograd.Function):
     """rows[n] = x[slot[n] // k]; backward: dx[t] = sum over choices of drows[row[t, c]]."""
 
@@ -66,7 +73,7 @@ class _Permute(torch.autograd.Function):
     def forward(ctx, x: Tensor, slot: Tensor, row: Tensor, is_partial: bool) -> Tensor:
         ctx.save_for_backward(row)
         ctx.is_partial = is_partial
-        return x[slot // row.shape[1]]
+        return _of_slots(x, slot, row.shape[1])
 
     @staticmethod
     def backward(ctx, grad: Tensor):
@@ -87,7 +94,7 @@ class _Unpermute(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         rows, weights, slot, row = ctx.saved_tensors
         wide = grad.to(weights.dtype)
-        grad_rows = (wide[slot // row.shape[1]] * weights.reshape(-1)[slot][:, None]).to(rows.dtype)
+        grad_rows = (_of_slots(wide, slot, row.shape[1]) * _of_slots(weights.reshape(-1, 1), slot, 1)).to(rows.dtype)
         grad_weights = torch.einsum("tkh,th->tk", _taken(rows, row, ctx.is_partial).to(weights.dtype), wide)
         return grad_rows, grad_weights, None, None, None
 

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+topk_idx_t = torch.int64
+
 
 class Event:
     """Done when waited for."""
@@ -42,11 +44,12 @@ def exchange(group, x, send, receive):
 
 @dataclass(frozen=True)
 class Handle:
-    """is_in_rank bool [T, R]; rows sent to and received from each rank."""
+    """is_in_rank bool [T, R]; rows sent to and received from each rank; rows that there is room for."""
 
     is_in_rank: torch.Tensor
     send: list
     receive: list
+    room: int
 
 
 class Buffer:
@@ -67,45 +70,57 @@ class Buffer:
     get_combine_config = get_dispatch_config
 
     def get_dispatch_layout(self, topk_idx, num_experts, previous_event=None, async_finish=False, allocate_on_comm_stream=False):
+        assert topk_idx.dtype == topk_idx_t and topk_idx.is_contiguous()
         rank_of = topk_idx // (num_experts // self.size)
         is_in_rank = (rank_of[:, :, None] == torch.arange(self.size)).any(1)
         return is_in_rank.sum(0), None, topk_idx.flatten().bincount(minlength=num_experts), is_in_rank, Event()
 
     def dispatch(self, x, handle=None, num_tokens_per_rank=None, num_tokens_per_rdma_rank=None, is_token_in_rank=None,
-                 num_tokens_per_expert=None, topk_idx=None, topk_weights=None, previous_event=None, async_finish=False,
-                 allocate_on_comm_stream=False):  # fmt: skip
-        assert isinstance(previous_event, Event) and async_finish
+                 num_tokens_per_expert=None, topk_idx=None, topk_weights=None, expert_alignment=1, num_worst_tokens=0, config=None,
+                 previous_event=None, async_finish=False, allocate_on_comm_stream=False):  # fmt: skip
+        assert isinstance(previous_event, Event) and async_finish and x.is_contiguous()
         if handle is not None:
             assert topk_idx is None and topk_weights is None, "a handle takes neither indices nor weights"
-            received, fill = later(exchange(self.group, self._to_ranks(x, handle.is_in_rank), handle.send, handle.receive))
+            assert num_worst_tokens == 0, "a handle knows its room"
+            rows = exchange(self.group, self._to_ranks(x, handle.is_in_rank), handle.send, handle.receive)
+            received, fill = later(self._filled(rows, handle.room))
             return received, None, None, None, None, Event([fill])
+        assert topk_idx.dtype == topk_idx_t and topk_weights.dtype.itemsize >= 4
+        assert topk_idx.is_contiguous() and topk_weights.is_contiguous()
         self.layouts += 1
         send = num_tokens_per_rank.tolist()
         receive = exchange(self.group, torch.tensor(send), [1] * self.size, [1] * self.size).tolist()
-        handle = Handle(is_token_in_rank, send, receive)
+        room = num_worst_tokens or sum(receive)
+        assert sum(receive) <= room, "writes past its buffer"
+        handle = Handle(is_token_in_rank, send, receive, room)
         rows, indices, weights = (
             exchange(self.group, self._to_ranks(value, is_token_in_rank), send, receive) for value in (x, topk_idx, topk_weights))
         num_local = len(num_tokens_per_expert) // self.size
         local = indices - self.rank * num_local
         absent = (local < 0) | (local >= num_local)
         local, weights = local.masked_fill(absent, -1), weights.masked_fill(absent, 0)
-        counts = local[~absent].bincount(minlength=num_local).tolist()
-        (rows, a), (local, b), (weights, c) = later(rows), later(local), later(weights)
+        counts = [] if num_worst_tokens else local[~absent].bincount(minlength=num_local).tolist()
+        # Of what has not come, only the indices are written.
+        local = torch.cat([local, local.new_full((room - len(local), local.shape[1]), -1)])
+        (rows, a), (local, b), (weights, c) = later(self._filled(rows, room)), later(local), later(self._filled(weights, room))
         return rows, local, weights, counts, handle, Event([a, b, c])
 
     def combine(self, x, handle, topk_weights=None, previous_event=None, async_finish=False, allocate_on_comm_stream=False):
-        assert isinstance(previous_event, Event) and async_finish
+        assert isinstance(previous_event, Event) and async_finish and len(x) == handle.room and x.is_contiguous()
         y, fill = later(self._sum(x, handle))
         if topk_weights is None:
             return y, None, Event([fill])
         weights, other = later(self._sum(topk_weights, handle))
         return y, weights, Event([fill, other])
 
+    def _filled(self, x, room):
+        return torch.cat([x, x.new_full((room - len(x), x.shape[1]), torch.nan)])
+
     def _to_ranks(self, x, is_in_rank):
         return torch.cat([x[is_in_rank[:, r]] for r in range(self.size)])
 
     def _sum(self, rows, handle):
-        back = exchange(self.group, rows, handle.receive, handle.send).split(handle.send)
+        back = exchange(self.group, rows[:sum(handle.receive)], handle.receive, handle.send).split(handle.send)
         y = rows.new_zeros(len(handle.is_in_rank), *rows.shape[1:])
         for r, part in enumerate(back):
             y[handle.is_in_rank[:, r]] += part

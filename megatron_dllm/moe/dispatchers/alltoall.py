@@ -1,6 +1,9 @@
 """The default: each row goes to the rank of its expert and back, by all-to-all over ep; over etp rows are gathered, results summed.
 
-Legend: as in `interface`; M rows that arrive (over all etp ranks), a etp rank, b ep rank.
+The host waits for the numbers of rows that go to each rank, unless `max_tokens` bounds a rank's tokens: then each rank sends to each other
+as many rows as all its choices could be, most of them fill, and only the device knows the numbers.
+
+Legend: as in `interface`; M rows that arrive (over all etp ranks), a etp rank, b ep rank, F rows sent to each rank with fill.
 """
 from __future__ import annotations
 
@@ -11,14 +14,15 @@ from torch import Tensor
 
 from ...parallel import Group, ParallelContext, communication, gather_sequence, scatter_sum_sequence
 from ..permute import Permutation, RowOrder, permute, sort_by_expert, unpermute
-from .interface import LAYOUT_EXCHANGE
+from .interface import LAYOUT_EXCHANGE, check_tokens
 from .transfer import all_to_all
 
 
 @dataclass(frozen=True)
 class AllToAllPlan:
-    """permutation: our tokens' rows in expert order; send, receive [ep]: rows to and from each rank; gathered [etp]: rows of each etp rank
-    after the exchange; order: from arrival (a, b, expert) to expert order, None where that is the same; counts int64 [L]."""
+    """permutation: our tokens' rows as they are sent, by rank and expert; send, receive [ep]: rows to and from each rank; gathered [etp]:
+    rows of each etp rank after the exchange; order: from arrival (a, b, expert) to expert order, None where that is the same; counts int64
+    [L]."""
 
     permutation: Permutation
     send: tuple[int, ...]
@@ -31,16 +35,23 @@ class AllToAllPlan:
 class AllToAllDispatcher:
     """See the module's docstring. Without ranks to share experts with, nothing is sent and the host waits for nothing."""
 
-    def __init__(self, context: ParallelContext, num_experts: int):
-        self.ep, self.etp, self.num_experts = context.ep, context.etp, num_experts
+    def __init__(self, context: ParallelContext, num_experts: int, max_tokens: int | None = None):
+        self.ep, self.etp, self.num_experts, self.max_tokens = context.ep, context.etp, num_experts, max_tokens
         self.num_local = num_experts // context.ep.size
 
     def prepare(self, indices: Tensor) -> AllToAllPlan:
+        check_tokens(len(indices), self.max_tokens)
         permutation = sort_by_expert(indices, self.num_experts)
         if self.ep.size == self.etp.size == 1:
             rows = (len(permutation.slot),)
             return AllToAllPlan(permutation, rows, rows, rows, None, permutation.counts)
         layout = exchange_layout(permutation.counts, self.ep, self.etp)
+        if self.max_tokens is not None:
+            return self._filled(indices, permutation, layout, self.max_tokens * indices.shape[1])
+        return self._exact(indices, permutation, layout.cpu())
+
+    def _exact(self, indices: Tensor, permutation: Permutation, layout: Tensor) -> AllToAllPlan:
+        """The plan of a layout on the host."""
         first = self.ep.rank * self.num_local
         here = layout[:, :, first:first + self.num_local]
         send = layout[self.etp.rank, self.ep.rank].view(self.ep.size, self.num_local).sum(1)
@@ -51,14 +62,30 @@ class AllToAllDispatcher:
         return AllToAllPlan(permutation, tuple(send.tolist()), tuple(receive.tolist()), tuple(gathered.tolist()), order,
                             here.sum((0, 1)).to(indices.device))
 
+    def _filled(self, indices: Tensor, permutation: Permutation, layout: Tensor, fill: int) -> AllToAllPlan:
+        """The plan of a layout on the device, F = `fill` rows for each rank. What the fill holds is read by nobody."""
+        ranks, first = self.ep.size, self.ep.rank * self.num_local
+        # The rows of rank r, sorted by expert, move from where they start among ours to r * F.
+        starts = layout[self.etp.rank, self.ep.rank].view(ranks, self.num_local).sum(1).cumsum(0)[:-1]
+        starts = torch.cat([starts.new_zeros(1), starts])
+        shift = torch.arange(ranks, device=indices.device) * fill - starts
+        row = permutation.row + shift[indices // self.num_local]
+        slot = permutation.slot.new_zeros(ranks * fill).scatter_(0, row.flatten(), torch.arange(row.numel(), device=row.device))
+        sent = Permutation(slot, row, permutation.counts, is_partial=True)
+        here = layout[:, :, first:first + self.num_local]
+        place = torch.arange(fill, device=indices.device).expand(*here.shape[:2], fill)
+        expert = torch.searchsorted(here.cumsum(2), place.contiguous(), right=True)  # L for fill, which thereby comes last
+        equal = (fill,) * ranks
+        return AllToAllPlan(sent, equal, equal, (ranks * fill,) * self.etp.size, RowOrder.sorting(expert.flatten()), here.sum((0, 1)))
+
     def trip(self, plan: AllToAllPlan, weights: Tensor) -> AllToAllTrip:
         return AllToAllTrip(self, plan, weights)
 
 
 def exchange_layout(counts: Tensor, ep: Group, etp: Group) -> Tensor:
-    """int64 [etp, ep, E] on the host: how many rows each rank has for each expert, from our counts [E]. The one host synchronisation."""
+    """int64 [etp, ep, E]: how many rows each rank has for each expert, from our counts [E]."""
     ep.log.start(LAYOUT_EXCHANGE, ep.name, 0, f"layout of a dispatch over ep {ep.ranks}, etp {etp.ranks}")()
-    return communication.all_gather(communication.all_gather(counts[None], ep)[None], etp).cpu()
+    return communication.all_gather(communication.all_gather(counts[None], ep)[None], etp)
 
 
 class AllToAllTrip:

@@ -18,10 +18,12 @@ BY_DEEP_EP = {"deepep": (DeepEPDispatcher, "Buffer"), "hybridep": (HybridEPDispa
 
 def build_dispatcher(moe: MoEConfig, context: ParallelContext, config: ModelConfig, dtype: torch.dtype) -> Dispatcher:
     """The dispatcher that the flags name, for all layers of a model; ValueError where it cannot work here. It is never another."""
-    name = moe.moe_token_dispatcher_type
+    name = moe.dispatcher
+    # What the host is spared with a bound on the tokens; checks_moe refuses it for the others.
+    bound = {} if moe.moe_max_tokens_per_rank is None else {"max_tokens": moe.moe_max_tokens_per_rank}
     if name in PLAIN:
-        return PLAIN[name](context, config.num_experts)
+        return PLAIN[name](context, config.num_experts, **bound)
     dispatcher, attribute = BY_DEEP_EP[name]
     check_use(name, context, dtype)
     package = import_package(name, attribute, context)
-    return dispatcher(context, config.num_experts, hidden_size=config.hidden_size, dtype=dtype, package=package)
+    return dispatcher(context, config.num_experts, hidden_size=config.hidden_size, dtype=dtype, package=package, **bound)

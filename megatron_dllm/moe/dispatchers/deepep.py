@@ -3,7 +3,10 @@
 A token goes once to each rank that has any of its experts, with its k weights in fp32; that rank applies them, and the results of the ranks
 are summed on the way back. The first dispatch of a plan exchanges the layout and leaves a handle; later ones, and every way back, use it.
 
-Legend: as in `interface`; R tokens that arrive.
+The host waits for that first dispatch to say how many tokens arrive, unless `max_tokens` bounds what a rank sends: then there is room for
+that of every rank, what has not come is marked as no expert's, and only the device knows the numbers.
+
+Legend: as in `interface`; R tokens that arrive, or that there is room for.
 """
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from torch import Tensor
 
 from ...parallel import Group, ParallelContext
 from ..permute import Permutation, permute, sort_by_local_expert, unpermute
-from .interface import LAYOUT_EXCHANGE
+from .interface import LAYOUT_EXCHANGE, check_tokens
 from .transfer import Transfer, UnderWay
 
 INSIDE_A_HOST = (2, 4, 8)  # numbers of ranks that the kernels over NVLink are built for
@@ -44,12 +47,19 @@ class DeepEPPlan:
 class DeepEPDispatcher:
     """See the module's docstring. `package` is deep_ep; the buffer is one for all layers that share the dispatcher."""
 
-    def __init__(self, context: ParallelContext, num_experts: int, *, hidden_size: int, dtype: torch.dtype, package: Any):
+    def __init__(self, context: ParallelContext, num_experts: int, *, hidden_size: int, dtype: torch.dtype, package: Any,
+                 max_tokens: int | None = None):
         check_use("deepep", context, dtype)
+        if max_tokens is not None and context.ep.size not in INSIDE_A_HOST:
+            raise ValueError(f"--moe-max-tokens-per-rank {max_tokens}: between hosts deep_ep always tells the host how many tokens arrive; "
+                             f"leave it out, or set --expert-model-parallel-size to one of {INSIDE_A_HOST}")
+        self.max_tokens = max_tokens
+        self.index_dtype = vars(package).get("topk_idx_t", torch.int64)  # builds before 1.2.1 take int64 alone and do not say so
         self.ep, self.num_experts, self.num_local = context.ep, num_experts, num_experts // context.ep.size
         self.package, self.buffer = package, make_buffer(package, context.ep, hidden_size * dtype.itemsize)
 
     def prepare(self, indices: Tensor) -> DeepEPPlan:
+        check_tokens(len(indices), self.max_tokens)
         return DeepEPPlan(indices)
 
     def trip(self, plan: DeepEPPlan, weights: Tensor) -> DeepEPTrip:
@@ -84,15 +94,19 @@ class DeepEPDispatcher:
 
     def _first_dispatch(self, plan: DeepEPPlan, x: Tensor, weights: Tensor) -> UnderWay:
         self.ep.log.start(LAYOUT_EXCHANGE, self.ep.name, 0, f"layout of a dispatch by deep_ep over ep {self.ep.ranks}")()
-        per_rank, per_node, per_expert, is_in_rank, event = self.buffer.get_dispatch_layout(
-            plan.indices, self.num_experts, **self.options())
+        # Copies, if any, come before the event that the kernels wait for.
+        x, weights, indices = x.contiguous(), weights.contiguous(), plan.indices.to(self.index_dtype).contiguous()
+        per_rank, per_node, per_expert, is_in_rank, event = self.buffer.get_dispatch_layout(indices, self.num_experts, **self.options())
+        room = 0 if self.max_tokens is None else self.max_tokens * self.ep.size
         received, local, received_weights, rows_per_expert, handle, event = self.buffer.dispatch(
-            x.contiguous(), topk_idx=plan.indices, topk_weights=weights, num_tokens_per_rank=per_rank, num_tokens_per_rdma_rank=per_node,
-            is_token_in_rank=is_in_rank, num_tokens_per_expert=per_expert, **(self.options() | {"previous_event": event}))
+            x, topk_idx=indices, topk_weights=weights, num_tokens_per_rank=per_rank, num_tokens_per_rdma_rank=per_node,
+            is_token_in_rank=is_in_rank, num_tokens_per_expert=per_expert, num_worst_tokens=room,
+            **(self.options() | {"previous_event": event}))
 
         def wait() -> None:
             event.current_stream_wait()
-            plan.arrival = Arrival(handle, sort_by_local_expert(local, self.num_local, sum(rows_per_expert)), received_weights.clone())
+            num_rows = local.numel() if room else sum(rows_per_expert)
+            plan.arrival = Arrival(handle, sort_by_local_expert(local.long(), self.num_local, num_rows), received_weights.clone())
 
         return UnderWay((received, received_weights), wait)
 

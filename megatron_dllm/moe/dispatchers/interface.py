@@ -50,3 +50,10 @@ class Dispatcher(Protocol):
 
     def trip(self, plan: Any, weights: Tensor) -> Trip:
         """A trip of tokens whose choices have `weights` [T, k], at least fp32."""
+
+
+def check_tokens(num_tokens: int, max_tokens: int | None) -> None:
+    """ValueError for more tokens than the bound, if there is one, that room was made for."""
+    if max_tokens is not None and num_tokens > max_tokens:
+        raise ValueError(f"--moe-max-tokens-per-rank {max_tokens}: this rank has {num_tokens} tokens in a pass; set it to {num_tokens} or "
+                         "more on all ranks (clean tokens and canvases of the largest microbatch), or leave it out")
