@@ -218,7 +218,7 @@ class Trainer:
         logger.message(f"model: {total:,} parameters, {trainable:,} trained, computing in {str(self.model.dtype).removeprefix('torch.')}")
         for block in list(self.model.layers.values())[:1]:
             logger.message(
-                f"experts: {self.run.moe.moe_token_dispatcher_type} over ep {self.context.ep.size}, etp {self.context.etp.size}; "
+                f"experts: {self.run.moe.dispatcher} over ep {self.context.ep.size}, etp {self.context.etp.size}; "
                 f"products by "
                 f"{block.moe.experts.product.__name__}")
         logger.message(f"data: {len(self.sources.train):,} training examples; iterations {start} to {self.total_iterations}")
