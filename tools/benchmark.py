@@ -15,6 +15,7 @@ SUITES = {
     "h200": ("training", "training steps of real width beside transformers, on one GPU"),
     "scaling": ("scaling", "forward and backward of one global batch on one GPU and on two: dp2, tp2+sp, ep2, cp2"),
     "cpu": ("training", "training steps of the toy beside transformers, on a CPU"),
+    "generation": ("generation", "a denoising step of generation beside transformers"),
     "moe": ("moe", "training steps by dispatcher and recompute over ranks that share experts: time, exchanges, exposed communication"),
 }
 

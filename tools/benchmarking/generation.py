@@ -1,0 +1,91 @@
+"""A denoising step of generation, sampling included, beside transformers' generate: real widths, random weights shared by both.
+
+The time of a step is the difference of a run of many steps and one of few, so that encoding the prompt drops out. With random weights no
+canvas settles before its last step; both sides' steps are counted, and another number is an error.
+"""
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+
+import torch
+
+from megatron_dllm.config import GenerationConfig
+from megatron_dllm.diffusion.sampler import CounterDraws, generate
+from megatron_dllm.kernels.graphs import CudaRecorder
+from megatron_dllm.models.diffusion_gemma.inference import Session
+from megatron_dllm.models.diffusion_gemma.model import DiffusionGemma
+from megatron_dllm.parallel import ParallelContext
+
+from .peers import transformers_model
+from .workload import FIRST_TOKEN, DeviceNormal, real_width, toy_width
+
+FEW, MANY = 4, 48
+AIMS = {1: 5.0, 8: 3.5}  # batch size -> times faster than the peer
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--layers", type=int, default=30, help="Layers, every sixth a full one.")
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8], help="Prompts at once.")
+    parser.add_argument("--prompt", type=int, default=1024, help="Tokens of each prompt.")
+    parser.add_argument("--toy", action="store_true", help="Toy width, on any device.")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the table; the number of batch sizes that miss their aim."""
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    layers = ["full" if number % 6 == 5 else "sliding" for number in range(arguments.layers)]
+    config = (toy_width if arguments.toy else real_width)(layers)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    model = DiffusionGemma(config, context=ParallelContext.single(device), init=DeviceNormal(device), dtype=dtype)
+    model.requires_grad_(False).eval()
+    theirs = transformers_model(model).eval()
+    lines, missed = [], 0
+    for batch in arguments.batch_sizes:
+        generator = torch.Generator().manual_seed(batch)
+        prompt = torch.randint(FIRST_TOKEN, config.vocab_size, (batch, arguments.prompt), generator=generator)
+        ours = _step_ms(lambda steps, prompt=prompt: _ours(model, prompt, steps), device)
+        peer = _step_ms(lambda steps, prompt=prompt: _theirs(theirs, prompt.to(device), config.canvas_length, steps), device)
+        aim = AIMS.get(batch, 1.0)
+        holds = peer[0] >= aim * ours[0]
+        missed += not holds
+        lines.append(f"{batch:>5} {arguments.prompt:>6} {ours[0]:>9.2f} {peer[0]:>12.2f} {peer[0] / ours[0]:>6.2f} {aim:>5.1f} "
+                     f"{ours[1]:>9.1f} {peer[1]:>12.1f} {'' if holds else 'missed'}")
+    print(f"{arguments.layers} layers, {device.type}, {dtype}; milliseconds a denoising step, sampling included; 'rest': what a canvas takes "
+          "beside its steps (encoding the prompt; ours also records the steps)")
+    print(f"{'batch':>5} {'prompt':>6} {'ours':>9} {'transformers':>12} {'ratio':>6} {'aim':>5} {'our rest':>9} {'their rest':>12}")
+    print("\n".join(lines))
+    return missed
+
+
+def _step_ms(generate_with: Callable[[int], None], device: torch.device) -> tuple[float, float]:
+    """Milliseconds a step, and of a run of FEW steps less these."""
+
+    def seconds(steps: int) -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        generate_with(steps)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - start
+
+    seconds(FEW)
+    few, many = seconds(FEW), seconds(MANY)
+    step = (many - few) / (MANY - FEW)
+    return step * 1e3, (few - FEW * step) * 1e3
+
+
+def _ours(model: DiffusionGemma, prompt: torch.Tensor, steps: int) -> None:
+    config = GenerationConfig(max_new_tokens=model.config.canvas_length, max_denoising_steps=steps)
+    device = model.context.device
+    session = Session(model, len(prompt), CudaRecorder(device) if device.type == "cuda" else None)
+    draws = CounterDraws(1, canvas_length=model.config.canvas_length, vocab_size=model.config.vocab_size)
+    result = generate(session, prompt.tolist(), config, eos_ids=(1,), pad_id=0, draws=draws)
+    assert (result.steps == steps).all(), f"a canvas settled after {result.steps.min()} of {steps} steps"
+
+
+@torch.no_grad()
+def _theirs(model, prompt: torch.Tensor, canvas_length: int, steps: int) -> None:
+    model.generate(prompt, max_new_tokens=canvas_length, max_denoising_steps=steps, eos_token_id=1, pad_token_id=0)
