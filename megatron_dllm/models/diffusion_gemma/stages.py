@@ -52,10 +52,13 @@ class ModelStage:
 
 
 class ModelPipeline:
-    """Runs a global batch's microbatches through the stages, of which this rank has `model`."""
+    """Runs a global batch's microbatches through the stages, of which this rank has `model`.
 
-    def __init__(self, model: DiffusionGemma, layout: StageLayout, parallel: ParallelConfig):
-        self.model, self.layout, self.context = model, layout, model.context
+    `embedding_trained`: whether any rank's embedding asks for a gradient; the ranks between those that have it must know too.
+    """
+
+    def __init__(self, model: DiffusionGemma, layout: StageLayout, parallel: ParallelConfig, *, embedding_trained: bool = True):
+        self.model, self.layout, self.context, self.embedding_trained = model, layout, model.context, embedding_trained
         self.group, self.overlap = parallel.microbatch_group_size_per_virtual_pipeline_stage, parallel.overlap_p2p_communication
         stages = [ModelStage(model, stage) for stage in layout.on_rank(self.context.pp.rank)]
         transport = PointToPoint(self.context.pp, parallel.batch_p2p_communication)
@@ -90,7 +93,8 @@ class ModelPipeline:
         return total
 
     def _schedule(self, self_conditioned: tuple[bool, ...], forward_only: bool) -> Schedule:
-        pipeline = Pipeline(self.layout.ranks, self.layout.chunks, self_conditioned, forward_only=forward_only)
+        pipeline = Pipeline(self.layout.ranks, self.layout.chunks, self_conditioned, embedding_trained=self.embedding_trained,
+                            forward_only=forward_only)
         costs = layout_costs(self.layout, layer=LAYER_TICKS, embedding=EMBEDDING_TICKS, loss=LOSS_TICKS)
         legal = legal_groups(ranks=pipeline.ranks, chunks=pipeline.chunks, microbatches=pipeline.microbatches)
         # The flag is checked against the training batches, of which evaluations are not.
@@ -121,4 +125,6 @@ def model_layout(run: RunConfig) -> StageLayout:
 
 def build_pipeline(model: DiffusionGemma, run: RunConfig) -> ModelPipeline | None:
     """The pipeline that a run's model part belongs to; None for a model that is not cut."""
-    return ModelPipeline(model, model_layout(run), run.parallel) if run.parallel.pipeline_model_parallel_size > 1 else None
+    if run.parallel.pipeline_model_parallel_size == 1:
+        return None
+    return ModelPipeline(model, model_layout(run), run.parallel, embedding_trained=run.lora.lora_rank is None)
