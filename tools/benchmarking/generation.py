@@ -52,8 +52,8 @@ def run(arguments: argparse.Namespace) -> int:
         missed += not holds
         lines.append(f"{batch:>5} {arguments.prompt:>6} {ours[0]:>9.2f} {peer[0]:>12.2f} {peer[0] / ours[0]:>6.2f} {aim:>5.1f} "
                      f"{ours[1]:>9.1f} {peer[1]:>12.1f} {'' if holds else 'missed'}")
-    print(f"{arguments.layers} layers, {device.type}, {dtype}; milliseconds a denoising step, sampling included; 'rest': what a canvas takes "
-          "beside its steps (encoding the prompt; ours also records the steps)")
+    print(f"{arguments.layers} layers, {device.type}, {dtype}; milliseconds a denoising step, sampling included; 'rest': what a canvas "
+          "takes beside its steps (encoding the prompt; ours also records the steps)")
     print(f"{'batch':>5} {'prompt':>6} {'ours':>9} {'transformers':>12} {'ratio':>6} {'aim':>5} {'our rest':>9} {'their rest':>12}")
     print("\n".join(lines))
     return missed
