@@ -1,1 +1,2 @@
-"""Triton kernels for CUDA tensors, a file each, beside plain torch (`reference`). Only that file and `launch` import without Triton."""
+"""Triton kernels for CUDA tensors, a file each, beside plain torch (`reference`). What imports without Triton: the
+references, `launch` and `attention_tiles`."""
