@@ -17,6 +17,7 @@ REQUIREMENTS = [
     "numpy>=1.26",
     "pillow>=10",
     "pyarrow>=16",
+    "pyyaml>=6",
     "rich>=13.7",
     "safetensors>=0.5",
     "tensorboard>=2.16",

@@ -6,9 +6,11 @@
 #   DATA=PATH      a file of conversations or the prefix of a token file, as the recipe says; toy scale makes its own
 #   SAVE=DIR       directory of the run; a run that is there already goes on
 #   SCALE=toy      the same recipe on this machine's CPU in about a minute: a toy model, generated data, 20 steps
-#   DRY_RUN=1      print the command and, at full scale, the plan (memory and time of each GPU), start nothing
+#   DRY_RUN=1      print the command and, at full scale, the plan (memory and time of each GPU), start nothing;
+#                  DRY_RUN=command: the command alone
 #   PROCESSES=N    how many processes in all; launch/torchrun.sh and launch/slurm.sh spread them over nodes
-# LAUNCH and RECIPE_PYTHON belong to those launchers.
+#   PYTHON=FILE    an interpreter that has the project's packages; without it, the environment that the other scripts make
+# LAUNCH belongs to those launchers.
 if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then
   sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p;}' "$0"
   sed -n '/^# From the environment/,/^# LAUNCH/{/^# LAUNCH/d;s/^# \{0,1\}//;p;}' "$(dirname "${BASH_SOURCE[0]}")/common.sh"
@@ -51,7 +53,7 @@ check_environment() {
 if [ "$SCALE" = toy ]; then NEEDS=SAVE; fi
 check_environment
 
-if [ -n "${RECIPE_PYTHON:-}" ]; then PYTHON=$RECIPE_PYTHON; else make_environment; fi
+if [ -z "${PYTHON:-}" ]; then make_environment; fi
 
 # What a recipe puts in place of its own arrays at toy scale.
 TOY_MODEL_ARGS=(
@@ -117,7 +119,7 @@ run_recipe() {  # run_recipe FLAGS...: start all arrays' flags and then these
   if [ -n "$DRY_RUN" ]; then
     printf '%s %s%s \\\n' "$PYTHON" "${launcher[*]+${launcher[*]} }" "$root/pretrain_dllm.py"
     flag_lines "${arguments[@]}"
-    if [ "$SCALE" = full ]; then plan; fi
+    if [ "$SCALE" = full ] && [ "$DRY_RUN" != command ]; then plan "${arguments[@]}"; fi
     return
   fi
   exec "$PYTHON" ${launcher[@]+"${launcher[@]}"} "$root/pretrain_dllm.py" "${arguments[@]}"

@@ -2,24 +2,16 @@
 # Trains a DiffusionGemma with four residual streams (mHC) and multi-token prediction over tensor and pipeline parallelism, in
 # deterministic mode: repeats are bit-equal, and so is a run that is taken up again.
 #
-#   SAVE=directory bash examples/diffusion_gemma/mhc_tp2_pp2_mtp.sh [FLAGS OF pretrain_dllm.py]
+#   SAVE=dir bash examples/diffusion_gemma/mhc_tp2_pp2_mtp.sh [FLAGS OF pretrain_dllm.py]
 #
-# Ranks: TP2 with sequence parallelism x PP2, 1F1B. On two GPUs: NPROC=2 and --pipeline-model-parallel-size 1, or NPROC=2 and
+# Ranks: TP2 with sequence parallelism x PP2, 1F1B. On two GPUs: PROCESSES=2 and --pipeline-model-parallel-size 1, or PROCESSES=2 and
 # --tensor-model-parallel-size 1 --no-sequence-parallel.
 # Model: four layers 2048 wide, 32 experts, from random weights. Data: generated 9x9 Sudoku puzzles, no download.
-# Takes: 20 steps of 32 puzzles, a checkpoint after the tenth and the last. With SAVE of an earlier run and --load of the same directory it
-# goes on from there.
-# SCALE=toy: the same at toy width, four processes on the CPU over gloo, about a minute. DRY_RUN=1: print the command, run nothing.
-# NPROC: processes (default 4). PYTHON: an interpreter that has the project's packages (default: python3).
+# Takes: 20 steps of 32 puzzles, a checkpoint after the tenth and the last.
 set -euo pipefail
-if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then
-  sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p;}' "$0"
-  exit 0
-fi
-here=$(cd "$(dirname "$0")" && pwd)
-SCALE=${SCALE:-full}
-if [ -z "${SAVE:-}" ]; then echo "error: SAVE is not set: name the directory of the run" >&2; exit 2; fi
-if [ "$SCALE" != full ] && [ "$SCALE" != toy ]; then echo "error: SCALE=$SCALE: choose full or toy" >&2; exit 2; fi
+NEEDS="SAVE"
+FULL_PROCESSES=4 TOY_PROCESSES=4
+. "$(dirname "$0")/common.sh"
 
 MODEL_ARGS=(
   --num-layers 4
@@ -79,25 +71,23 @@ PARALLEL_ARGS=(
 TRAINING_ARGS+=(
   --deterministic-mode
   --seed 1234
+)
+OPTIMIZER_ARGS=(
+  --lr-decay-style constant
+)
+COURSE_ARGS=(
   --micro-batch-size 4
   --global-batch-size 32
   --train-iters 20
-)
-OPTIMIZER_ARGS=(
   --lr 3e-4
-  --lr-decay-style constant
   --lr-warmup-iters 5
 )
 LOGGING_ARGS=(
   --log-interval 1
   --log-num-zeros-in-grad
-  --save "$SAVE"
   --save-interval 10
 )
 # What --deterministic-mode needs in the environment: cuBLAS without its own choice of workspaces, NCCL with one order of sums.
-export CUBLAS_WORKSPACE_CONFIG=${CUBLAS_WORKSPACE_CONFIG:-:4096:8} NCCL_ALGO=${NCCL_ALGO:-Ring} OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-
-COMMAND=("${PYTHON:-python3}" -m torch.distributed.run --standalone --nproc-per-node "${NPROC:-4}" "$here/../../pretrain_dllm.py"
-  "${MODEL_ARGS[@]}" "${DATA_ARGS[@]}" "${PARALLEL_ARGS[@]}" "${TRAINING_ARGS[@]}" "${OPTIMIZER_ARGS[@]}" "${LOGGING_ARGS[@]}" "$@")
-if [ "${DRY_RUN:-0}" = 1 ]; then printf '%q ' "${COMMAND[@]}"; echo; exit 0; fi
-exec "${COMMAND[@]}"
+export CUBLAS_WORKSPACE_CONFIG=${CUBLAS_WORKSPACE_CONFIG:-:4096:8} NCCL_ALGO=${NCCL_ALGO:-Ring}
+if [ "$SCALE" = toy ]; then TOY_COURSE_ARGS=("${COURSE_ARGS[@]}" --micro-batch-size 2 --global-batch-size 8); fi
+run_recipe "$@"

@@ -1,0 +1,184 @@
+"""Golden values: exact writing, and a comparator that finds every planted fault."""
+
+import copy
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+
+import functional  # noqa: E402
+from functional_tests.cases import FOLDER, Case, read_case, read_cases  # noqa: E402
+from functional_tests.fingerprint import changed, fingerprint, golden_name  # noqa: E402
+from functional_tests.golden import Golden, compare, explain, take_steps  # noqa: E402
+from functional_tests.running import Outcome, RunFailed  # noqa: E402
+
+METRICS = ("loss", "grad_norm", "num_zeros")
+STEPS = {step: {"loss": 10 / 3 / step, "grad_norm": 0.1 * step, "num_zeros": step, "loss/t_0.00-0.25": 0.3} for step in range(1, 21)}
+LOOSE = {"default": 1e-2, "num_zeros": 0.5}
+
+
+def held(ours, *, golden=STEPS, num_steps=20, tolerances=None):
+    return compare(ours, golden, metrics=METRICS, num_steps=num_steps, tolerances=tolerances)
+
+
+def planted(step, metric, value):
+    """The steps with one value changed; None: taken away."""
+    steps = copy.deepcopy(STEPS)
+    if value is None:
+        del steps[step][metric]
+    else:
+        steps[step][metric] = value
+    return steps
+
+
+def test_golden_file_is_exact(tmp_path):
+    steps = {1: {"loss": math.nextafter(1.0, 2.0), "tiny": 5e-324, "negative": -0.0, "num_zeros": 2**53 + 1}}
+    Golden({"torch": "2"}, "by hand", steps).write(tmp_path / "golden.json")
+    read = Golden.read(tmp_path / "golden.json")
+    assert repr(read.steps) == repr(steps) and read.fingerprint == {"torch": "2"}
+    assert "0x1.0000000000001p+0" in (tmp_path / "golden.json").read_text()
+
+
+def test_equal_steps_match_exactly():
+    assert held(copy.deepcopy(STEPS)) == []
+
+
+@pytest.mark.parametrize("tolerances", [None, LOOSE], ids=["exact", "to a tolerance"])
+@pytest.mark.parametrize(
+    ("ours", "text"),
+    [
+        (planted(7, "loss", math.nan), "not finite"),
+        (planted(7, "grad_norm", math.inf), "not finite"),
+        (planted(7, "loss", None), "loss is missing in ours"),
+        (planted(7, "loss/t_0.00-0.25", None), "loss/t_0.00-0.25 is missing in ours"),
+        (planted(7, "extra", 1.0), "extra is missing in the golden file"),
+        ({step: STEPS[step] for step in STEPS if step != 7}, "step 7 is missing in ours"),
+        ({**STEPS, 21: STEPS[20]}, "ours has a step 21, beyond 20"),
+        ({}, "step 1 is missing in ours"),
+        (planted(20, "loss", STEPS[20]["loss"] * 1.02), "bit-equal|further apart"),
+        (planted(1, "num_zeros", 2), "bit-equal|further apart"),
+    ],
+    ids=["nan", "inf", "metric", "optional metric", "extra metric", "step", "extra step", "no steps", "2 percent", "count"],
+)
+def test_planted_fault_is_found(ours, text, tolerances):
+    wrong = held(ours, tolerances=tolerances)
+    assert wrong and any(part in wrong[0].what for part in text.split("|")), wrong
+
+
+def test_one_ulp_is_found_exactly_and_passes_a_tolerance():
+    ours = planted(13, "loss", math.nextafter(STEPS[13]["loss"], 10))
+    assert [difference.what for difference in held(ours)] == ["not bit-equal"]
+    assert held(ours, tolerances=LOOSE) == []
+    assert held(planted(13, "num_zeros", 13.0)), "an integer that became a float is another metric"
+
+
+def test_nan_in_the_golden_file_is_found_too():
+    bad = planted(3, "loss", math.nan)
+    assert held(bad, golden=bad)
+
+
+def test_explain_prints_first_largest_and_both_series():
+    ours = planted(5, "loss", 1.0)
+    ours[9]["loss"] = 2.0
+    text = explain(held(ours), ours, STEPS)
+    assert "2 differences" in text and "The first: step 5: loss 1.0" in text and "The largest: step 9: loss 2.0" in text
+    assert (1.0).hex() in text and STEPS[5]["loss"].hex() in text and text.count("<") == 2
+
+
+def test_take_steps_keeps_what_is_named_and_its_noise_levels():
+    records = [{"iteration": 1, "loss": 1.0, "loss/t_0.25-0.50": 2.0, "iteration_ms": 3.0}, {"iteration": 1, "eval/loss": 4.0}]
+    assert take_steps(records, ("loss",)) == {1: {"loss": 1.0, "loss/t_0.25-0.50": 2.0}}
+
+
+def test_fingerprint_names_what_differs():
+    here = fingerprint("cpu", {"OMP_NUM_THREADS": "1"})
+    assert here["threads"] == "1" and changed(here, here) == [] and golden_name(here, 2) == "golden_cpu_x2.json"
+    assert changed(here, {**here, "torch": "0.4"})[0].endswith("here, 0.4 there")
+    assert changed(here, fingerprint("cpu", {"OMP_NUM_THREADS": "1", "ATEN_CPU_CAPABILITY": "avx2"}))
+
+
+def test_every_case_reads_and_has_a_whole_golden_file():
+    for case in read_cases():
+        goldens = [Golden.read(path) for path in case.folder.glob("golden_*.json")]
+        assert goldens, f"{case.name}: python tools/functional.py record --only {case.name}"
+        for golden in goldens:
+            wrong = compare(golden.steps, golden.steps, metrics=case.metrics, num_steps=case.steps, tolerances=None)
+            assert not wrong, f"{case.name}: {wrong[0]}"
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [("kind: often\n", "regular, resume"), ("speed: 3\n", "speed"), ("repeats: 1\n", "repeats nothing"), ("recipe: no.sh\n", "no recipe")],
+)
+def test_read_case_names_what_is_wrong(tmp_path, change, text):
+    plain = "metrics: [loss]\ntolerances: {default: 1}\nverify: []\n"
+    lines = plain + change + ("" if change.startswith("recipe") else "recipe: examples/diffusion_gemma/sft_26b.sh\n")
+    (tmp_path / "config.yaml").write_text(lines)
+    with pytest.raises(ValueError, match=text):
+        read_case(tmp_path / "config.yaml")
+
+
+def make_case(tmp_path, monkeypatch, *outcomes, **values):
+    """A case whose runs log `outcomes`, one after the other, and whose layout holds."""
+    monkeypatch.setattr(Case, "folder", tmp_path)
+    runs = iter(outcomes)
+    monkeypatch.setattr(functional, "run_once", lambda *_, **__: Outcome(next(runs), 1.0))
+    monkeypatch.setattr(functional, "verify", lambda case: "by a test")
+    return Case(name="case", recipe="", metrics=METRICS, tolerances=LOOSE, verify=(), **values)
+
+
+def test_record_refuses_repeats_that_differ(tmp_path, monkeypatch, capsys):
+    ours = planted(2, "loss", math.nextafter(STEPS[2]["loss"], 0))
+    assert not functional.record_case(make_case(tmp_path, monkeypatch, STEPS, ours), verified=True)
+    assert "not recorded" in capsys.readouterr().out and not list(tmp_path.iterdir())
+
+
+def test_record_refuses_a_resumed_run_that_is_not_the_whole_one(tmp_path, monkeypatch):
+    ours = planted(12, "loss", math.nextafter(STEPS[12]["loss"], 0))
+    assert not functional.record_case(make_case(tmp_path, monkeypatch, ours, ours, STEPS, kind="resume"), verified=True)
+    assert functional.record_case(make_case(tmp_path, monkeypatch, ours, ours, STEPS, kind="reshard"), verified=True)
+
+
+def test_record_refuses_a_layout_that_does_not_hold(tmp_path, monkeypatch):
+    case = make_case(tmp_path, monkeypatch, STEPS, STEPS)
+
+    def fails(case):
+        raise RunFailed("layout")
+
+    monkeypatch.setattr(functional, "verify", fails)
+    assert not functional.attempt(case, lambda case: functional.record_case(case, verified=True))
+    assert not list(tmp_path.iterdir())
+
+
+def test_run_matches_exactly_here_and_to_a_tolerance_elsewhere(tmp_path, monkeypatch, capsys):
+    near = planted(4, "loss", STEPS[4]["loss"] * 1.001)
+    assert functional.record_case(make_case(tmp_path, monkeypatch, STEPS, STEPS), verified=True)
+    assert functional.run_case(make_case(tmp_path, monkeypatch, STEPS, STEPS), 2)
+    assert "2 repeats equal" in capsys.readouterr().out
+    assert not functional.run_case(make_case(tmp_path, monkeypatch, near), 1)
+    (golden,) = tmp_path.iterdir()
+    golden.write_text(golden.read_text().replace('"threads": "1"', '"threads": "64"'))
+    assert functional.run_case(make_case(tmp_path, monkeypatch, near), 1)
+    assert "threads 1 here, 64 there" in capsys.readouterr().out
+    assert not functional.run_case(make_case(tmp_path, monkeypatch, planted(4, "loss", 7.0)), 1)
+
+
+def test_run_without_a_golden_file_fails(tmp_path, monkeypatch, capsys):
+    assert not functional.run_case(make_case(tmp_path, monkeypatch), 1)
+    assert "record --only case" in capsys.readouterr().out
+
+
+def test_diff(tmp_path, capsys):
+    files = [tmp_path / "a.json", tmp_path / "b.json"]
+    for file, steps in zip(files, (STEPS, planted(3, "loss", 1.0)), strict=True):
+        Golden({}, "", steps).write(file)
+    assert functional.main(["diff", str(files[0]), str(files[0])]) == 0
+    assert functional.main(["diff", *map(str, files)]) == 1
+    assert "step 3" in capsys.readouterr().out
+
+
+def test_folder_of_cases_is_that_of_the_tests():
+    assert FOLDER == Path(__file__).parents[1] / "functional"

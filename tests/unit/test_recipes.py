@@ -1,0 +1,149 @@
+"""Every recipe of examples/, those to come too: its flags work at both scales, and its numbers are held as DESIGN.md section 6 says."""
+
+import dataclasses
+import os
+import shlex
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_dllm import config
+from megatron_dllm.config import ParallelConfig, RunConfig
+from megatron_dllm.models.diffusion_gemma.build import build_model
+from megatron_dllm.parallel import ParallelContext
+from megatron_dllm.training.optimizer import MasterOptimizer
+
+ROOT = Path(__file__).parents[2]
+RECIPES = sorted(path.relative_to(ROOT) for path in (ROOT / "examples" / "diffusion_gemma").glob("*.sh") if path.name != "common.sh")
+LAUNCHERS = sorted(path.relative_to(ROOT) for path in (ROOT / "examples" / "launch").glob("*.sh"))
+
+
+def start(script: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    """The script in an environment without MODEL, DATA and SAVE."""
+    kept = {name: value for name, value in os.environ.items() if name not in ("MODEL", "DATA", "SAVE", "SCALE", "DRY_RUN", "PROCESSES")}
+    return subprocess.run(["bash", str(ROOT / script), *arguments], env={**kept, "PYTHON": sys.executable, **environment},
+                          stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
+
+
+@cache
+def command(recipe: Path, scale: str) -> tuple[str, ...]:
+    result = start(recipe, DRY_RUN="command", SCALE=scale)
+    assert result.returncode == 0, result.stderr
+    return tuple(shlex.split(result.stdout.replace("\\\n", " ")))
+
+
+def parsed(recipe: Path, scale: str) -> tuple[RunConfig, int]:
+    """The run that a recipe starts, and on how many processes."""
+    words = command(recipe, scale)
+    script = next(number for number, word in enumerate(words) if word.endswith("pretrain_dllm.py"))
+    processes = int(words[words.index("--nproc-per-node") + 1]) if "--nproc-per-node" in words else 1
+    return config.parse(list(words[script + 1:])), processes
+
+
+def test_there_are_recipes_and_launchers():
+    assert len(RECIPES) >= 6 and {path.name for path in LAUNCHERS} == {"torchrun.sh", "slurm.sh"}
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("scale", ["full", "toy"])
+def test_recipe_starts_what_can_work(recipe, scale):
+    run, processes = parsed(recipe, scale)
+    assert not (problems := config.validate(run, world_size=processes)), config.format_problems(problems)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_recipe_trains_fp32_masters_and_computes_in_bf16(recipe):
+    """The recipe's full settings on its toy model, which one process can hold."""
+    full, toy = parsed(recipe, "full")[0], parsed(recipe, "toy")[0]
+    assert full.training.bf16
+    run = dataclasses.replace(full, model=toy.model, parallel=ParallelConfig())
+    context = ParallelContext.single()
+    model = build_model(run, context)
+    optimizer = MasterOptimizer(model, run.optimizer, context)
+    masters = {held.name: held.master for held in optimizer.held}
+    assert masters
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            assert name not in masters and parameter.dtype == torch.bfloat16, f"{name} is frozen: held once, in bf16"
+            continue
+        assert masters[name].dtype == torch.float32, name
+        # mHC's mappings compute in fp32 by design, and are their own masters.
+        assert parameter.dtype == (torch.float32 if parameter.placement.hold_fp32 else torch.bfloat16), name
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    assert bool(frozen) == run.objective.freeze_router or "lora" in recipe.stem
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_recipe_says_what_it_needs(recipe):
+    assert f"bash {recipe}" in start(recipe, "--help").stdout
+    missing = start(recipe)
+    assert missing.returncode == 1 and "is not set; start the recipe as" in missing.stderr and f"bash {recipe}" in missing.stderr
+
+
+def test_recipe_checks_its_environment_first(tmp_path):
+    recipe = Path("examples/diffusion_gemma/sft_26b.sh")
+    for name in ("MODEL", "DATA"):
+        values = {"MODEL": str(tmp_path), "DATA": str(tmp_path), "SAVE": str(tmp_path / "run")} | {name: str(tmp_path / "nothing")}
+        (tmp_path / "config.json").write_text("{}")
+        result = start(recipe, **values)
+        assert result.returncode == 1 and f"{name}={tmp_path}/nothing" in result.stderr
+    (tmp_path / "file").touch()
+    result = start(recipe, MODEL=str(tmp_path), DATA=str(tmp_path), SAVE=str(tmp_path / "file"))
+    assert result.returncode == 1 and "is a file" in result.stderr
+    assert "SCALE=small is neither full nor toy" in start(recipe, SCALE="small").stderr
+
+
+def test_recipe_passes_flags_on():
+    result = start(Path("examples/diffusion_gemma/sft_26b.sh"), "--seed", "7", DRY_RUN="command")
+    assert result.stdout.rstrip().endswith("--seed 7")
+
+
+def test_torchrun_launcher_spreads_a_recipe_over_nodes():
+    recipe = str(ROOT / "examples/diffusion_gemma/sft_26b.sh")
+    launcher = Path("examples/launch/torchrun.sh")
+    result = start(launcher, recipe, NODES="2", NODE_RANK="1", MASTER_ADDR="host0", DRY_RUN="command")
+    assert "--nnodes 2 --node-rank 1 --nproc-per-node 4 --master-addr host0 --master-port 29500" in result.stdout
+    assert "needs MASTER_ADDR" in start(launcher, recipe, NODES="2").stderr
+    assert "needs a launcher" in start(Path(recipe), NODES="2", DRY_RUN="command").stderr
+    assert "do not divide" in start(launcher, recipe, NODES="3", MASTER_ADDR="host0", DRY_RUN="command").stderr
+    assert "no recipe nothing.sh" in start(launcher, "nothing.sh").stderr
+
+
+def slurm_job(tmp_path: Path, *states: tuple[str, int]) -> list[subprocess.CompletedProcess]:
+    """One start after the other of a job whose trainer leaves these (state, iteration) in status.json; srun and scontrol are played."""
+    commands, save = tmp_path / "bin", tmp_path / "run"
+    commands.mkdir()
+    (commands / "srun").write_text('#!/bin/sh\nshift\nexec "$@"\n')
+    (commands / "scontrol").write_text(f'#!/bin/sh\necho "$@" >> "{tmp_path}/requeued"\n')
+    for path in commands.iterdir():
+        path.chmod(0o755)
+    recipe, results = tmp_path / "recipe.sh", []
+    for state, iteration in states:
+        text = f'{{"state": "{state}", "iteration": {iteration}, "reason": "SIGTERM"}}'
+        recipe.write_text(f"echo LAUNCH=$LAUNCH PROCESSES=$PROCESSES\necho '{text}' > \"$SAVE/status.json\"\n")
+        results.append(start(Path("examples/launch/slurm.sh"), str(recipe), SAVE=str(save), SLURM_JOB_ID="77", SLURM_NTASKS="8",
+                             SLURM_JOB_NUM_NODES="1", PATH=f"{commands}:{os.environ['PATH']}"))
+    return results
+
+
+def test_slurm_launcher_goes_on_while_the_run_is_stopped(tmp_path):
+    stopped, finished = slurm_job(tmp_path, ("stopped", 40), ("finished", 90))
+    assert stopped.returncode == 0 and "LAUNCH=rank PROCESSES=8" in stopped.stdout and "back into the queue" in stopped.stderr
+    assert finished.returncode == 0 and "from iteration 40" in finished.stderr and "finished at iteration 90" in finished.stderr
+    assert (tmp_path / "requeued").read_text() == "requeue 77\n"
+
+
+def test_slurm_launcher_gives_up_after_three_starts_without_a_new_iteration(tmp_path):
+    results = slurm_job(tmp_path, ("stopped", 5), ("stopped", 5), ("stopped", 5), ("stopped", 5))
+    assert [result.returncode for result in results] == [0, 0, 0, 1]
+    assert "giving up" in results[-1].stderr and (tmp_path / "requeued").read_text().count("requeue") == 3
+
+
+def test_slurm_launcher_leaves_a_failed_run_and_refuses_to_run_outside_a_job(tmp_path):
+    (failed,) = slurm_job(tmp_path, ("failed", 5))
+    assert failed.returncode == 1 and "not put back" in failed.stderr and not (tmp_path / "requeued").exists()
+    assert "this is no Slurm job" in start(Path("examples/launch/slurm.sh"), "a.sh").stderr

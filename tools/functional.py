@@ -1,0 +1,142 @@
+#!/usr/bin/env python3
+"""Recipes held to golden values: every loss term, the gradient norm and the number of zero gradients of their first steps, bit for bit.
+
+    python tools/functional.py run [--repeat 3] [--only TEXT]      run each recipe; repeats must be equal, and match the golden file
+    python tools/functional.py record [--only TEXT]                make the golden files of this environment anew
+    python tools/functional.py diff GOLDEN OTHER                   compare two golden files
+
+A case is tests/functional/<recipe>/config.yaml. Its golden file says in which environment it was recorded: in the same one a run must
+match it exactly, in another one to the case's tolerances, and the table says so.
+"""
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
+
+from functional_tests.cases import Case, read_cases  # noqa: E402
+from functional_tests.fingerprint import changed, fingerprint, golden_name  # noqa: E402
+from functional_tests.golden import Golden, Steps, compare, explain  # noqa: E402
+from functional_tests.running import RunFailed, environment_of, run_once, verify  # noqa: E402
+
+
+def main(argv: list[str] | None = None) -> int:
+    """0 when everything matches; 1 when something does not; 2 for a mistake in what was given."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    run = actions.add_parser("run", help="run recipes and hold them to their golden files", allow_abbrev=False)
+    run.add_argument("--repeat", type=int, default=1, metavar="N", help="run each N times; all must be equal")
+    record = actions.add_parser("record", help="write golden files", allow_abbrev=False)
+    record.add_argument("--without-verify", action="store_true",
+                        help="do not hold the layout to one process first; the golden file says that it was not")
+    for action in (run, record):
+        action.add_argument("--only", default="", metavar="TEXT", help="recipes whose name has this text")
+    diff = actions.add_parser("diff", help="compare two golden files", allow_abbrev=False)
+    diff.add_argument("golden", type=Path)
+    diff.add_argument("other", type=Path)
+    arguments = parser.parse_args(argv)
+    try:
+        if arguments.action == "diff":
+            return print_diff(arguments.golden, arguments.other)
+        cases = read_cases(arguments.only)
+        if not cases:
+            raise ValueError(f"--only {arguments.only}: no recipe has this in its name")
+        act = (lambda case: run_case(case, arguments.repeat)) if arguments.action == "run" else (
+            lambda case: record_case(case, verified=not arguments.without_verify))
+        failed = [case.name for case in cases if not attempt(case, act)]
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    names = f"; not: {', '.join(failed)}" if failed else ""
+    print(f"{arguments.action}: {len(cases) - len(failed)} of {len(cases)} recipes hold{names}")
+    return 1 if failed else 0
+
+
+def attempt(case: Case, act) -> bool:
+    """Whether the case holds; a recipe that fails does not, and the others go on."""
+    try:
+        return act(case)
+    except RunFailed as failure:
+        print(f"{case.name}: FAILED: {failure}", flush=True)
+        return False
+
+
+def repeat(case: Case, times: int) -> tuple[list[Steps], float]:
+    """The steps of each repeat, each in a directory of its own, and the longest time."""
+    outcomes = []
+    for _ in range(times):
+        with tempfile.TemporaryDirectory(prefix=f"{case.name}_") as folder:
+            outcomes.append(run_once(case, Path(folder)))
+    return [outcome.steps for outcome in outcomes], max(outcome.seconds for outcome in outcomes)
+
+
+def differing(case: Case, runs: list[Steps]) -> str:
+    """How the repeats differ, "" if they are equal bit for bit and complete."""
+    for number, steps in enumerate(runs):
+        if wrong := compare(steps, runs[0], metrics=case.metrics, num_steps=case.steps, tolerances=None):
+            return f"repeat {number + 1} against repeat 1 (here called golden): {explain(wrong, steps, runs[0])}"
+    return ""
+
+
+def run_case(case: Case, times: int) -> bool:
+    """Run it, print a line, or what is wrong; whether it holds."""
+    here = fingerprint(case.device, environment_of(case, case.then, Path()))
+    path = case.folder / golden_name(here, case.processes)
+    if not path.is_file():
+        print(f"{case.name}: FAILED: there is no {path.name} for this kind of device; python tools/functional.py record --only {case.name}")
+        return False
+    golden = Golden.read(path)
+    runs, seconds = repeat(case, times)
+    if difference := differing(case, runs):
+        print(f"{case.name}: FAILED: {difference}", flush=True)
+        return False
+    others = changed(here, golden.fingerprint)
+    wrong = compare(runs[0], golden.steps, metrics=case.metrics, num_steps=case.steps, tolerances=case.tolerances if others else None)
+    how = f"to {case.tolerances['default']:g}, since the environment is another: {'; '.join(others)}" if others else "bit for bit"
+    if wrong:
+        print(f"{case.name}: FAILED: does not match {path.name} {how}: {explain(wrong, runs[0], golden.steps)}", flush=True)
+        return False
+    equal = f"{times} repeats equal, " if times > 1 else ""
+    print(f"{case.name}: {case.steps} steps, {equal}matches {path.name} {how}; {seconds:.0f} s a run", flush=True)
+    return True
+
+
+def record_case(case: Case, *, verified: bool) -> bool:
+    """Write the golden file of this environment; refused when repeats differ or the layout does not hold."""
+    runs, seconds = repeat(case, case.repeats)
+    if difference := differing(case, runs):
+        print(f"{case.name}: not recorded: {difference}", flush=True)
+        return False
+    if case.kind != "regular":
+        with tempfile.TemporaryDirectory(prefix=f"{case.name}_") as folder:
+            whole = run_once(case, Path(folder), uninterrupted=True).steps
+        # The same layout must give the same bits; another one adds up in another order.
+        limits = None if case.kind == "resume" else case.tolerances
+        if wrong := compare(runs[0], whole, metrics=case.metrics, num_steps=case.steps, tolerances=limits):
+            print(f"{case.name}: not recorded: it is not what an uninterrupted run (here called golden) gives: "
+                  f"{explain(wrong, runs[0], whole)}", flush=True)
+            return False
+    by = verify(case) if verified else f"not verified when recorded (meant: tools/verify.py {' '.join(case.verify)})"
+    here = fingerprint(case.device, environment_of(case, case.then, Path()))
+    path = case.folder / golden_name(here, case.processes)
+    Golden(here, by, runs[0]).write(path)
+    print(f"{case.name}: recorded {path.name} from {len(runs)} equal repeats of {case.steps} steps; {by}; {seconds:.0f} s a run",
+          flush=True)
+    return True
+
+
+def print_diff(golden: Path, other: Path) -> int:
+    ours, theirs = Golden.read(other), Golden.read(golden)
+    metrics = sorted({name for metrics in theirs.steps.values() for name in metrics if "/" not in name})
+    for line in changed(ours.fingerprint, theirs.fingerprint):
+        print(f"environment: {line}")
+    wrong = compare(ours.steps, theirs.steps, metrics=metrics, num_steps=max(theirs.steps), tolerances=None)
+    print(explain(wrong, ours.steps, theirs.steps) if wrong else f"{len(theirs.steps)} steps are equal bit for bit")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

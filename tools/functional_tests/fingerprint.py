@@ -1,0 +1,45 @@
+"""What bit-equal results depend on beside the code: where a golden file was recorded."""
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+
+import torch
+
+# Instructions that change how low precision is multiplied, beyond the capability that torch reports.
+INSTRUCTIONS = ("avx512_bf16", "amx_tile", "amx_bf16")
+
+
+def fingerprint(device: str, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """For runs on `device` ("cpu" or "cuda") that are started with `environment`."""
+    capabilities = torch.cpu.get_capabilities()
+    entries = {
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "cpu": " ".join([torch.backends.cpu.get_cpu_capability(), str(capabilities.get("cpu_name", "")),
+                         *(name for name in INSTRUCTIONS if capabilities.get(name))]),
+        "threads": environment.get("OMP_NUM_THREADS", str(torch.get_num_threads())),
+        "backends": " ".join(name for name in ("mkl", "mkldnn", "openmp") if getattr(torch.backends, name).is_available()),
+    }
+    if "ATEN_CPU_CAPABILITY" in environment:  # what this process reports is not what the run will
+        entries["cpu"] = f"{environment['ATEN_CPU_CAPABILITY']} (set), {entries['cpu']}"
+    if device == "cuda":
+        entries |= {
+            "cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version()),
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+            "nccl_algo": environment.get("NCCL_ALGO", "unset"),
+            "cublas_workspace": environment.get("CUBLAS_WORKSPACE_CONFIG", "unset")}
+    return entries
+
+
+def golden_name(entries: Mapping[str, str], processes: int) -> str:
+    """The file of a recipe's golden values on this kind of device with so many processes: "golden_cpu_x2.json"."""
+    device = re.sub(r"[^a-z0-9]+", "-", entries["device"].lower()).strip("-")
+    return f"golden_{device}_x{processes}.json"
+
+
+def changed(ours: Mapping[str, str], golden: Mapping[str, str]) -> list[str]:
+    """What differs between two environments, each as "torch 2.11 here, 2.13 there"; empty: values must be bit-equal."""
+    return [f"{name} {ours.get(name, 'none')} here, {golden.get(name, 'none')} there"
+            for name in sorted({*ours, *golden}) if ours.get(name) != golden.get(name)]
