@@ -29,17 +29,20 @@ class MoELayer(nn.Module):
         self.experts = Experts(f"{name}.experts", config, context=context, init=init, dtype=dtype, grouped=grouped)
 
     def forward(self, x: Tensor, residual: Tensor, call: Call = NOT_CHECKPOINTED, tokens: RoutedTokens | None = None) -> Tensor:
-        """y [T, H]. In two steps, to work on something else between them: `start`, `finish`."""
-        return self.finish(self.start(x, residual, call, tokens))
+        """y [T, H]. In three steps, to work on something else between them: `start`, `compute`, and the trip's `after_combine`."""
+        trip = self.start(x, self.router.scaled(residual), call, tokens)
+        self.compute(trip)
+        return trip.after_combine()
 
-    def start(self, x: Tensor, residual: Tensor, call: Call = NOT_CHECKPOINTED, tokens: RoutedTokens | None = None) -> Trip:
+    def start(self, x: Tensor, scaled: Tensor, call: Call = NOT_CHECKPOINTED, tokens: RoutedTokens | None = None) -> Trip:
         """Route, and begin to send tokens to their experts.
 
+        scaled  what the router makes of the residual (Router.scaled)
         call    the checkpointed run that this is part of (see replay)
         tokens  what the tokens are, for balance losses and figures; without it there are none
         """
         record = call.recorded(self.name, len(x))
-        routing = self.router(residual, None if record is None else record.indices)
+        routing = self.router.route(scaled, None if record is None else record.indices)
         plan = self.dispatcher.prepare(routing.indices) if record is None else record.plan
         weights, fractions = routing.weights, None
         if tokens is not None:
@@ -61,7 +64,6 @@ class MoELayer(nn.Module):
                 self.router.bias.note(routing.indices, tokens)
         return with_loss(routing.weights, losses) if self.losses.is_used and routing.weights.requires_grad else routing.weights
 
-    def finish(self, trip: Trip) -> Tensor:
-        """y [T, H]: the experts' work, and its way back."""
+    def compute(self, trip: Trip) -> None:
+        """The experts' work on what arrived, and begin to send it back."""
         trip.combine(self.experts(*trip.after_dispatch()))
-        return trip.after_combine()

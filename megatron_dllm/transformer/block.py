@@ -20,6 +20,7 @@ from .hyper_connection import HyperConnection, PlainConnection, StreamChain
 from .mlp import MLP
 from .norms import RMSNorm
 from .recompute import Recompute
+from .residual import after_attention, after_feed_forward
 from .token_pass import LayerContext, TokenPass
 
 # Layer type -> what attends: forward(x [T, H], the pass's entry for the type, earlier context) -> y [T, H] and the context to keep.
@@ -67,10 +68,15 @@ class TransformerBlock(nn.Module):
         self.post_feedforward_layernorm_1 = norm("post_feedforward_layernorm_1")
         self.pre_feedforward_layernorm_2 = norm("pre_feedforward_layernorm_2", partial=shares_tokens)
         self.moe = moe_layer(name, config, **shared)
-        # A part that is recomputed by itself runs by itself; otherwise the dense MLP runs while tokens are on their way to the experts.
+        # A part that is recomputed by itself runs by itself; otherwise the dense MLP runs while tokens are on their way to the experts, and
+        # its second half while they are on their way back (recomputed by itself it is one: what lies between would have to be kept).
         self.feed_forward = self._apart if "moe" in recompute.parts else self._overlapped
+        self.dense_halves = (self._dense_again, _unchanged) if "mlp" in recompute.parts else (self._widen, self._narrow)
         self.post_feedforward_layernorm_2 = norm("post_feedforward_layernorm_2", partial=shares_tokens)
         self.post_feedforward_layernorm = norm("post_feedforward_layernorm")
+        # Streams are mixed between the norms, other tp ranks have some of the tokens, and what is recomputed runs by itself.
+        apart = config.enable_mhc_connections or shares_tokens or recompute.parts & {"mlp", "moe"}
+        self.run = self._by_parts if apart else self._fused
         # The released model scales the output of each pass by a buffer of its own: [clean, canvas].
         self.register_buffer("layer_scalars", torch.ones(2, dtype=dtype, device=context.device))
 
@@ -80,10 +86,25 @@ class TransformerBlock(nn.Module):
 
         `chain`: where mHC's streams are to be computed again from, see stream_chains.
         """
-        return self.recompute.with_moe("block", self._forward, NOT_CHECKPOINTED, x, token_pass, earlier, chain)
+        return self.recompute.with_moe("block", self.run, NOT_CHECKPOINTED, x, token_pass, earlier, chain)
 
-    def _forward(self, call: Call, x: Tensor, token_pass: TokenPass, earlier: Context | None,
-                 chain: StreamChain | None) -> tuple[Tensor, Context | None]:
+    def _fused(self, call: Call, x: Tensor, token_pass: TokenPass, earlier: Context | None,
+               chain: StreamChain | None) -> tuple[Tensor, Context | None]:
+        """`_by_parts` where nothing comes between the norms that meet the residual."""
+        attended, kept = self.attention(self.input_layernorm(x), token_pass.layers[self.kind], earlier)
+        router, eps = self.moe.router, self.input_layernorm.eps
+        readers = self.pre_feedforward_layernorm.weight, self.pre_feedforward_layernorm_2.weight, router.scale
+        h, for_mlp, for_experts, scaled = after_attention(x, attended, self.post_attention_layernorm.weight, readers, router.root, eps)
+        trip = self.moe.start(for_experts, scaled, call, token_pass.routed)
+        widened = self.mlp.widen(for_mlp)
+        self.moe.compute(trip)
+        dense = self.mlp.down(widened)
+        weights = (norm.weight for norm in (
+            self.post_feedforward_layernorm_1, self.post_feedforward_layernorm_2, self.post_feedforward_layernorm))
+        return after_feed_forward(h, dense, trip.after_combine(), *weights, self.layer_scalars, token_pass.num_clean, eps), kept
+
+    def _by_parts(self, call: Call, x: Tensor, token_pass: TokenPass, earlier: Context | None,
+                  chain: StreamChain | None) -> tuple[Tensor, Context | None]:
         u, mix = self.attention_connection.read(x, chain)
         attended, kept = self.attention(self.input_layernorm(u), token_pass.layers[self.kind], earlier)
         x = self.attention_connection.write(x, self.post_attention_layernorm(attended), mix, chain)
@@ -95,17 +116,29 @@ class TransformerBlock(nn.Module):
         """d + m."""
         # In this order gradients are added to h's as they are in `_overlapped`, so that recompute changes no bit.
         routed = self.recompute.with_moe("moe", self._routed, call, h, token_pass)
-        return self.recompute("mlp", self._dense, h) + routed
+        return self._dense_again(h) + routed
 
     def _overlapped(self, call: Call, h: Tensor, token_pass: TokenPass) -> Tensor:
         """d + m."""
+        beside_dispatch, beside_combine = self.dense_halves
         own = self._own_tokens(h, token_pass)
-        trip = self.moe.start(self.pre_feedforward_layernorm_2(own), own, call, self._own_routed(token_pass))
-        dense = self.recompute("mlp", self._dense, h)
-        return dense + self._all_tokens(self.post_feedforward_layernorm_2(self.moe.finish(trip)), token_pass)
+        trip = self.moe.start(self.pre_feedforward_layernorm_2(own), self.moe.router.scaled(own), call, self._own_routed(token_pass))
+        between = beside_dispatch(h)
+        self.moe.compute(trip)
+        dense = beside_combine(between)
+        return dense + self._all_tokens(self.post_feedforward_layernorm_2(trip.after_combine()), token_pass)
 
     def _dense(self, h: Tensor) -> Tensor:
-        return self.post_feedforward_layernorm_1(self.mlp(self.pre_feedforward_layernorm(h)))
+        return self._narrow(self._widen(h))
+
+    def _dense_again(self, h: Tensor) -> Tensor:
+        return self.recompute("mlp", self._dense, h)
+
+    def _widen(self, h: Tensor) -> Tensor:
+        return self.mlp.widen(self.pre_feedforward_layernorm(h))
+
+    def _narrow(self, widened: Tensor) -> Tensor:
+        return self.post_feedforward_layernorm_1(self.mlp.down(widened))
 
     def _routed(self, call: Call, h: Tensor, token_pass: TokenPass) -> Tensor:
         own = self._own_tokens(h, token_pass)
@@ -131,6 +164,10 @@ class TransformerBlock(nn.Module):
         if self.sequence_parallel:
             return F.pad(own, (0, 0, 0, token_pass.num_own_fill))
         return gather_replicated_sequence(own, self.tp, near_equal_counts(token_pass.num_tokens, self.tp.size))
+
+
+def _unchanged(x: Tensor) -> Tensor:
+    return x
 
 
 def near_equal_counts(total: int, pieces: int) -> list[int]:

@@ -19,4 +19,8 @@ class MLP(nn.Module):
         self.down = RowParallelLinear(f"{name}.down.weight", (hidden, inner), context=context, init=init, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(gated_gelu(self.gate_up(x)))
+        return self.down(self.widen(x))
+
+    def widen(self, x: Tensor) -> Tensor:
+        """What `down` narrows: our columns of gelu_tanh(gate(x)) * up(x), [T, I / R]."""
+        return gated_gelu(self.gate_up(x))
