@@ -49,9 +49,16 @@ class Router(nn.Module):
         self.scale = parameter("scale", (config.hidden_size,), Constant(1.0))
         self.per_expert_scale = parameter("per_expert_scale", (config.num_experts,), Constant(1.0))
 
+    def scaled(self, x: Tensor) -> Tensor:
+        """norm(x) * scale * H^-0.5 of the residual x [T, H], at least fp32."""
+        return rms_norm(at_least_fp32(x), None, self.eps) * self.scale * self.root
+
     def forward(self, x: Tensor, indices: Tensor | None = None) -> Routing:
         """The routing of x [T, H]; with `indices` [T, k], which a recompute has from its forward, the weights at these."""
-        scaled = rms_norm(at_least_fp32(x), None, self.eps) * self.scale * self.root
+        return self.route(self.scaled(x), indices)
+
+    def route(self, scaled: Tensor, indices: Tensor | None = None) -> Routing:
+        """The same from what `scaled` gives."""
         logits = self.adapter(F.linear(scaled, at_least_fp32(self.weight)), scaled)
         probabilities = logits.softmax(-1)
         if indices is None:

@@ -1,0 +1,241 @@
+"""The norms where a layer's two parts meet the residual stream, one kernel a meeting: each tensor is read once, a row in registers.
+
+Legend: T rows, W width, n(v) = v * (mean(v^2) + eps)^-0.5.
+"""
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .launch import next_power_of_2, persistent_programs
+from .rms_norm import sum_partials
+
+WARPS = 16  # of a program that holds a row of 2816 and up to four partial sums as wide: 8 numbers of each a thread
+
+
+@triton.jit
+def _load(pointer, at, inside):
+    return tl.load(pointer + at, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _inverse_root(v, eps, WIDTH: tl.constexpr):
+    return tl.rsqrt(tl.sum(v * v, 0) / WIDTH + eps)
+
+
+@triton.jit
+def _through_norm(grad, normed, root, WIDTH: tl.constexpr):
+    """The gradient of v from that of n(v)."""
+    return root * (grad - normed * (tl.sum(grad * normed, 0) / WIDTH))
+
+
+@triton.jit
+def _attended(x, y, weight, weight_1, weight_2, weight_3, h, out_1, out_2, out_3, roots, factor, eps, WIDTH: tl.constexpr,
+              COLUMNS: tl.constexpr):
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, COLUMNS)
+    inside = column < WIDTH
+    at = row * WIDTH + column
+    wide = _load(y, at, inside)
+    root_y = _inverse_root(wide, eps, WIDTH)
+    # Rounded as it is stored, so that the backward, which reads it again, has the same norms.
+    total = (_load(x, at, inside) + wide * root_y * _load(weight, column, inside)).to(h.dtype.element_ty)
+    tl.store(h + at, total, mask=inside)
+    total = total.to(tl.float32)
+    root_h = _inverse_root(total, eps, WIDTH)
+    tl.store(roots + 2 * row, root_y)
+    tl.store(roots + 2 * row + 1, root_h)
+    normed = total * root_h
+    tl.store(out_1 + at, (normed * _load(weight_1, column, inside)).to(out_1.dtype.element_ty), mask=inside)
+    tl.store(out_2 + at, (normed * _load(weight_2, column, inside)).to(out_2.dtype.element_ty), mask=inside)
+    tl.store(out_3 + at, (normed * _load(weight_3, column, inside) * factor).to(out_3.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _attended_backward(y, h, weight, weight_1, weight_2, weight_3, roots, dh, dout_1, dout_2, dout_3, dx, dy, partial, partial_3, factor,
+                       num_rows, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, WANTS_WEIGHTS: tl.constexpr):
+    column = tl.arange(0, COLUMNS)
+    inside = column < WIDTH
+    dweight, dweight_1 = tl.zeros((COLUMNS,), tl.float32), tl.zeros((COLUMNS,), tl.float32)
+    dweight_2, dweight_3 = tl.zeros((COLUMNS,), tl.float32), tl.zeros((COLUMNS,), tl.float32)
+    row = tl.program_id(0)
+    while row < num_rows:
+        at = row.to(tl.int64) * WIDTH + column
+        root_h = tl.load(roots + 2 * row + 1)
+        normed = _load(h, at, inside) * root_h
+        grad_1, grad_2, grad_3 = _load(dout_1, at, inside), _load(dout_2, at, inside), _load(dout_3, at, inside) * factor
+        if WANTS_WEIGHTS:
+            dweight_1 += grad_1 * normed
+            dweight_2 += grad_2 * normed
+            dweight_3 += grad_3 * normed
+        grad = grad_1 * _load(weight_1, column, inside) + grad_2 * _load(weight_2, column, inside)
+        grad += grad_3 * _load(weight_3, column, inside)
+        total = _load(dh, at, inside) + _through_norm(grad, normed, root_h, WIDTH)
+        tl.store(dx + at, total.to(dx.dtype.element_ty), mask=inside)
+        root_y = tl.load(roots + 2 * row)
+        normed = _load(y, at, inside) * root_y
+        if WANTS_WEIGHTS:
+            dweight += total * normed
+        grad = _through_norm(total * _load(weight, column, inside), normed, root_y, WIDTH)
+        tl.store(dy + at, grad.to(dy.dtype.element_ty), mask=inside)
+        row += tl.num_programs(0)
+    if WANTS_WEIGHTS:
+        at = partial + tl.program_id(0).to(tl.int64) * (3 * WIDTH) + column
+        tl.store(at, dweight, mask=inside)
+        tl.store(at + WIDTH, dweight_1, mask=inside)
+        tl.store(at + 2 * WIDTH, dweight_2, mask=inside)
+        tl.store(partial_3 + tl.program_id(0).to(tl.int64) * WIDTH + column, dweight_3, mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_first"])
+def _fed_forward(h, a, b, weight_a, weight_b, weight, scalars, y, roots, num_first, eps, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, COLUMNS)
+    inside = column < WIDTH
+    at = row * WIDTH + column
+    wide_a, wide_b = _load(a, at, inside), _load(b, at, inside)
+    root_a, root_b = _inverse_root(wide_a, eps, WIDTH), _inverse_root(wide_b, eps, WIDTH)
+    total = wide_a * root_a * _load(weight_a, column, inside) + wide_b * root_b * _load(weight_b, column, inside)
+    root = _inverse_root(total, eps, WIDTH)
+    tl.store(roots + 3 * row, root_a)
+    tl.store(roots + 3 * row + 1, root_b)
+    tl.store(roots + 3 * row + 2, root)
+    scale = tl.load(scalars + (row >= num_first).to(tl.int32)).to(tl.float32)
+    out = (_load(h, at, inside) + total * root * _load(weight, column, inside)) * scale
+    tl.store(y + at, out.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_first"])
+def _fed_forward_backward(a, b, weight_a, weight_b, weight, scalars, roots, dy, dh, da, db, partial, num_first, num_rows,
+                          WIDTH: tl.constexpr, COLUMNS: tl.constexpr, WANTS_WEIGHTS: tl.constexpr):
+    column = tl.arange(0, COLUMNS)
+    inside = column < WIDTH
+    dweight_a, dweight_b = tl.zeros((COLUMNS,), tl.float32), tl.zeros((COLUMNS,), tl.float32)
+    dweight = tl.zeros((COLUMNS,), tl.float32)
+    row = tl.program_id(0)
+    while row < num_rows:
+        at = row.to(tl.int64) * WIDTH + column
+        root_a, root_b, root = tl.load(roots + 3 * row), tl.load(roots + 3 * row + 1), tl.load(roots + 3 * row + 2)
+        factor_a, factor_b = _load(weight_a, column, inside), _load(weight_b, column, inside)
+        normed_a, normed_b = _load(a, at, inside) * root_a, _load(b, at, inside) * root_b
+        normed = (normed_a * factor_a + normed_b * factor_b) * root
+        grad = _load(dy, at, inside) * tl.load(scalars + (row >= num_first).to(tl.int32)).to(tl.float32)
+        tl.store(dh + at, grad.to(dh.dtype.element_ty), mask=inside)
+        if WANTS_WEIGHTS:
+            dweight += grad * normed
+        grad = _through_norm(grad * _load(weight, column, inside), normed, root, WIDTH)
+        if WANTS_WEIGHTS:
+            dweight_a += grad * normed_a
+            dweight_b += grad * normed_b
+        tl.store(da + at, _through_norm(grad * factor_a, normed_a, root_a, WIDTH).to(da.dtype.element_ty), mask=inside)
+        tl.store(db + at, _through_norm(grad * factor_b, normed_b, root_b, WIDTH).to(db.dtype.element_ty), mask=inside)
+        row += tl.num_programs(0)
+    if WANTS_WEIGHTS:
+        at = partial + tl.program_id(0).to(tl.int64) * (3 * WIDTH) + column
+        tl.store(at, dweight_a, mask=inside)
+        tl.store(at + WIDTH, dweight_b, mask=inside)
+        tl.store(at + 2 * WIDTH, dweight, mask=inside)
+
+
+def _columns(width: int) -> dict[str, int]:
+    columns = next_power_of_2(width)
+    return {"WIDTH": width, "COLUMNS": columns, "num_warps": max(1, min(WARPS, columns // 128))}
+
+
+def _partial(rows: Tensor, wants: bool, width: int) -> tuple[int, Tensor | None]:
+    """(programs, room for the sums of each of them [programs, width])."""
+    num_rows = len(rows)
+    if not wants:
+        return num_rows, None
+    programs = persistent_programs(rows.device, num_rows)
+    return programs, torch.empty(programs, width, dtype=torch.float32, device=rows.device)
+
+
+def _zeros(weights: tuple[Tensor, ...], wants: tuple[bool, ...]) -> list[Tensor | None]:
+    return [torch.zeros_like(weight) if wanted else None for weight, wanted in zip(weights, wants, strict=True)]
+
+
+class _Attended(torch.autograd.Function):
+    """Saved: y and h as they are, and two numbers a row."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, y: Tensor, weight: Tensor, weight_1: Tensor, weight_2: Tensor, weight_3: Tensor, factor: float, eps: float):
+        x, y = x.contiguous(), y.contiguous()
+        num_rows, width = x.shape
+        h, out_1, out_2 = (torch.empty_like(x) for _ in range(3))
+        out_3 = torch.empty_like(x, dtype=torch.float32)
+        roots = torch.empty(num_rows, 2, dtype=torch.float32, device=x.device)
+        if num_rows:
+            _attended[(num_rows,)](x, y, weight, weight_1, weight_2, weight_3, h, out_1, out_2, out_3, roots, factor, eps,
+                                   **_columns(width))
+        ctx.save_for_backward(y, h, weight, weight_1, weight_2, weight_3, roots)
+        ctx.factor = factor
+        return h, out_1, out_2, out_3
+
+    @staticmethod
+    def backward(ctx, dh: Tensor, dout_1: Tensor, dout_2: Tensor, dout_3: Tensor):
+        y, h, weight, weight_1, weight_2, weight_3, roots = ctx.saved_tensors
+        wants = ctx.needs_input_grad[2:6]
+        num_rows, width = h.shape
+        dx, dy = torch.empty_like(h), torch.empty_like(y)
+        if not num_rows:
+            return dx, dy, *_zeros((weight, weight_1, weight_2, weight_3), wants), None, None
+        programs, partial = _partial(h, any(wants), 3 * width)
+        _, partial_3 = _partial(h, any(wants), width)
+        _attended_backward[(programs,)](y, h, weight, weight_1, weight_2, weight_3, roots, dh.contiguous(), dout_1.contiguous(),
+                                        dout_2.contiguous(), dout_3.contiguous(), dx, dy, partial, partial_3, ctx.factor, num_rows,
+                                        WANTS_WEIGHTS=any(wants), **_columns(width))
+        if not any(wants):
+            return dx, dy, *[None] * 6
+        sums = *sum_partials(partial, weight.dtype).split(width), sum_partials(partial_3, weight_3.dtype)
+        return dx, dy, *(total if wanted else None for total, wanted in zip(sums, wants, strict=True)), None, None
+
+
+class _FedForward(torch.autograd.Function):
+    """Saved: a and b as they are, and three numbers a row."""
+
+    @staticmethod
+    def forward(ctx, h: Tensor, a: Tensor, b: Tensor, weight_a: Tensor, weight_b: Tensor, weight: Tensor, scalars: Tensor, num_first: int,
+                eps: float) -> Tensor:
+        h, a, b = h.contiguous(), a.contiguous(), b.contiguous()
+        num_rows, width = h.shape
+        y, roots = torch.empty_like(h), torch.empty(num_rows, 3, dtype=torch.float32, device=h.device)
+        if num_rows:
+            _fed_forward[(num_rows,)](h, a, b, weight_a, weight_b, weight, scalars, y, roots, num_first, eps, **_columns(width))
+        ctx.save_for_backward(a, b, weight_a, weight_b, weight, scalars, roots)
+        ctx.num_first = num_first
+        return y
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        a, b, weight_a, weight_b, weight, scalars, roots = ctx.saved_tensors
+        wants = ctx.needs_input_grad[3:6]
+        num_rows, width = a.shape
+        dh, da, db = torch.empty(dy.shape, dtype=dy.dtype, device=dy.device), torch.empty_like(a), torch.empty_like(b)
+        if not num_rows:
+            return dh, da, db, *_zeros((weight_a, weight_b, weight), wants), None, None, None
+        programs, partial = _partial(a, any(wants), 3 * width)
+        _fed_forward_backward[(programs,)](a, b, weight_a, weight_b, weight, scalars, roots, dy.contiguous(), dh, da, db, partial,
+                                           ctx.num_first, num_rows, WANTS_WEIGHTS=any(wants), **_columns(width))
+        if not any(wants):
+            return dh, da, db, *[None] * 6
+        sums = sum_partials(partial, weight.dtype).split(width)
+        return dh, da, db, *(total if wanted else None for total, wanted in zip(sums, wants, strict=True)), None, None, None
+
+
+def after_attention(x: Tensor, y: Tensor, weight: Tensor, readers: tuple[Tensor, Tensor, Tensor], factor: float,
+                    eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(h, n(h) * readers[0], n(h) * readers[1], n(h) * readers[2] * factor) with h = x + n(y) * weight; x, y [T, W].
+
+    All in fp32; the last in fp32, the others in the dtype of `x`, to which h is rounded before its norm is taken.
+    """
+    return _Attended.apply(x, y, weight, *readers, factor, eps)
+
+
+def after_feed_forward(h: Tensor, a: Tensor, b: Tensor, weight_a: Tensor, weight_b: Tensor, weight: Tensor, scalars: Tensor, num_first: int,
+                       eps: float) -> Tensor:
+    """(h + n(n(a) * weight_a + n(b) * weight_b) * weight) * scalars[0 in the first `num_first` rows, then 1]; h, a, b [T, W].
+
+    In fp32; the dtype of `h`. `scalars` [2] has no gradient.
+    """
+    return _FedForward.apply(h, a, b, weight_a, weight_b, weight, scalars, num_first, eps)

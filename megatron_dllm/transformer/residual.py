@@ -1,0 +1,54 @@
+"""Where a layer's parts meet the residual stream: the norms before and after, in one function, which is one kernel on CUDA."""
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..kernels.launch import WIDEST_ROW, takes
+from .norms import rms_norm
+from .precision import at_least_fp32
+
+Readers = tuple[Tensor, Tensor, Tensor]
+
+
+def after_attention(x: Tensor, y: Tensor, weight: Tensor, readers: Readers, factor: float,
+                    eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """h = x + rms_norm(y, weight), and what reads it: rms_norm(h, r) for three weights, the last in at least fp32 and times `factor`.
+
+    x, y, h [T, H] of one dtype, in which the first two results are too.
+    """
+    if takes(x, y, weight, *readers) and x.shape[1] <= WIDEST_ROW:
+        from ..kernels import residual as kernel  # Triton is there with CUDA alone
+
+        return kernel.after_attention(x, y, weight, readers, factor, eps)
+    return after_attention_in_torch(x, y, weight, readers, factor, eps)
+
+
+def after_attention_in_torch(x: Tensor, y: Tensor, weight: Tensor, readers: Readers, factor: float,
+                             eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`after_attention` without kernels."""
+    h = x + rms_norm(y, weight, eps)
+    # In the order in which parts that run by themselves read h: their gradients are then added up in the same order, and to the same bits.
+    second = rms_norm(h, readers[1], eps)
+    third = rms_norm(at_least_fp32(h), None, eps) * readers[2] * factor
+    return h, rms_norm(h, readers[0], eps), second, third
+
+
+def after_feed_forward(h: Tensor, a: Tensor, b: Tensor, weight_a: Tensor, weight_b: Tensor, weight: Tensor, scalars: Tensor, num_first: int,
+                       eps: float) -> Tensor:
+    """(h + rms_norm(rms_norm(a, weight_a) + rms_norm(b, weight_b), weight)) * scalars[0] in the first `num_first` rows, scalars[1] after.
+
+    h, a, b and the result [T, H]; `scalars` [2] has no gradient.
+    """
+    if takes(h, a, b, weight_a, weight_b, weight, scalars) and h.shape[1] <= WIDEST_ROW:
+        from ..kernels import residual as kernel  # Triton is there with CUDA alone
+
+        return kernel.after_feed_forward(h, a, b, weight_a, weight_b, weight, scalars, num_first, eps)
+    return after_feed_forward_in_torch(h, a, b, weight_a, weight_b, weight, scalars, num_first, eps)
+
+
+def after_feed_forward_in_torch(h: Tensor, a: Tensor, b: Tensor, weight_a: Tensor, weight_b: Tensor, weight: Tensor, scalars: Tensor,
+                                num_first: int, eps: float) -> Tensor:
+    """`after_feed_forward` without kernels."""
+    y = rms_norm(rms_norm(a, weight_a, eps) + rms_norm(b, weight_b, eps), weight, eps)
+    return (h + y) * torch.cat([scalars[:1].expand(num_first), scalars[1:].expand(len(h) - num_first)])[:, None]
