@@ -10,6 +10,9 @@ from megatron_dllm.config.flags import flag
 class OptimizerConfig:
     """Optimizer"""
 
+    optimizer_backend: Literal["torch", "te", "apex"] = flag(
+        "Whose fused AdamW steps the fp32 masters: torch's, or that of the package Transformer Engine or apex.", "torch"
+    )
     lr: float = flag("Highest learning rate.", 1e-4)
     min_lr: float = flag("Learning rate at the end of the decay.", 0.0)
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = flag(

@@ -2,8 +2,7 @@
 
 A parameter of 16 bits has an fp32 master; the parameter itself is the copy that is computed with. A parameter of 32 or 64 bits is its own
 master. Gradients are added up and summed over ranks by data_parallel's buckets. With `distributed` (--use-distributed-optimizer) each
-data-parallel rank holds masters and moments of its share of every bucket alone, steps them, and the parameters are gathered. The update
-itself is torch's.
+data-parallel rank holds masters and moments of its share of every bucket alone, steps them, and the parameters are gathered.
 """
 from __future__ import annotations
 
@@ -19,21 +18,9 @@ from ..data_parallel import GradientBuckets, Piece, count_zeros, finalize_gradie
 from ..data_parallel.buckets import BUCKET_ELEMENTS
 from ..parallel import ParallelContext
 from ..parallel.gathering import gather_whole
+from .algorithms import BACKENDS, Algorithm
 
 STATES = ("exp_avg", "exp_avg_sq")  # the moments, by torch's names, which are also those of checkpoints
-
-# Parameter groups of torch's form (params, weight_decay) and the settings -> the algorithm that steps them.
-Algorithm = Callable[[list[dict], OptimizerConfig], torch.optim.Optimizer]
-
-
-def adamw(groups: list[dict], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """AdamW, fused."""
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps, fused=True)
-
-
-def sgd(groups: list[dict], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Plain gradient descent: for comparisons, since it does not hide the gradient's size."""
-    return torch.optim.SGD(groups, lr=config.lr)
 
 
 @dataclass(frozen=True)
@@ -54,10 +41,10 @@ class Held:
 
 
 class MasterOptimizer:
-    """Matrices decay, vectors and scalars (norms, scales) do not."""
+    """Matrices decay, vectors and scalars (norms, scales) do not. Without an `algorithm`, that of --optimizer-backend steps them."""
 
     def __init__(self, model: nn.Module, config: OptimizerConfig, context: ParallelContext, *, distributed: bool = False,
-                 algorithm: Algorithm = adamw, bucket_elements: int = BUCKET_ELEMENTS):
+                 algorithm: Algorithm | None = None, bucket_elements: int = BUCKET_ELEMENTS):
         self.clip_grad, self.context = config.clip_grad, context
         trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
         # A stage of a pipeline may be without: one that only embeds, beside adapters.
@@ -69,7 +56,8 @@ class MasterOptimizer:
         groups = [
             {"params": [h.master for h in self.held if (h.piece.parameter.ndim > 1) == decayed], "weight_decay": decay}
             for decayed, decay in ((True, config.weight_decay), (False, 0.0))]
-        self.torch = algorithm(groups, config)
+        self.algorithm = algorithm or BACKENDS[config.optimizer_backend]
+        self.torch = self.algorithm.make(groups, config)
         self.num_steps = 0  # updates done so far
         self.after_backward: Callable[[], None] = lambda: None  # called before the gradients' sums are waited for
 
@@ -146,17 +134,22 @@ class MasterOptimizer:
     def make_moments(self, num_steps: int) -> None:
         """Moments of zero, as after this many updates, for a checkpoint to be loaded into; none for 0."""
         self.num_steps = num_steps
+        if not num_steps:
+            return
+        for group in self.torch.param_groups if self.algorithm.counts_in_groups else ():
+            group["step"] = num_steps
         for h in self.held:
-            if num_steps:
-                step = torch.tensor(float(num_steps), device=h.master.device)
-                self.torch.state[h.master] = {"step": step, **{state: torch.zeros_like(h.master) for state in STATES}}
+            state = {state: torch.zeros_like(h.master) for state in STATES}
+            if not self.algorithm.counts_in_groups:
+                state["step"] = torch.tensor(float(num_steps), device=h.master.device)
+            self.torch.state[h.master] = state
 
     @torch.no_grad()
     def refresh_parameters(self) -> None:
         """Give the parameters their masters' values, on every rank."""
-        for h in self.held:
-            if h.is_copied:
-                h.piece.values.copy_(h.master)
+        copied = [h for h in self.held if h.is_copied]
+        if copied:
+            torch._foreach_copy_([h.piece.values for h in copied], [h.master for h in copied])
         self.buckets.gather_parameters()
 
 

@@ -21,8 +21,9 @@ from megatron_dllm.parallel import ParallelContext, Topology, create_context
 from megatron_dllm.pipeline import parse_layout
 from megatron_dllm.pipeline.layout import layer_letters
 from megatron_dllm.tensor_parallel.initialization import Constant
+from megatron_dllm.training.algorithms import sgd
 from megatron_dllm.training.evaluation import sum_terms
-from megatron_dllm.training.optimizer import MasterOptimizer, sgd
+from megatron_dllm.training.optimizer import MasterOptimizer
 from megatron_dllm.training.step import forward_backward
 from megatron_dllm.transformer.recompute import Recompute
 from megatron_dllm.transformer.token_pass import SequenceSplit

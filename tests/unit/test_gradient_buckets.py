@@ -9,7 +9,8 @@ from megatron_dllm.config import OptimizerConfig
 from megatron_dllm.data_parallel import GradientBuckets, count_zeros, finalize_gradients, gradient_norm
 from megatron_dllm.data_parallel.buckets import Bucket
 from megatron_dllm.parallel import ParallelContext, place
-from megatron_dllm.training.optimizer import MasterOptimizer, sgd
+from megatron_dllm.training.algorithms import sgd
+from megatron_dllm.training.optimizer import MasterOptimizer
 
 CONTEXT = ParallelContext.single()
 SHAPES = {"embedding": (5, 3), "norm": (3,), "experts": (2, 3, 3), "head": (4, 3), "scale": (7,)}

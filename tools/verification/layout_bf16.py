@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_dllm.data_parallel import Piece
 from megatron_dllm.parallel import ParallelContext
-from megatron_dllm.training.optimizer import sgd
+from megatron_dllm.training.algorithms import sgd
 from verification.layout_cases import Case
 from verification.layout_compare import Worst, explain, worst_of
 from verification.layout_training import SMALLEST_SHARE, Trace, Trainer, finish, first_gradients, make_examples, make_run, second_run

@@ -16,7 +16,7 @@ from megatron_dllm.data_parallel.buckets import Bucket
 from megatron_dllm.parallel import ParallelContext, Topology, Watchdog, create_context
 from megatron_dllm.parallel.communication import Pending
 from megatron_dllm.parallel.initialize import close
-from megatron_dllm.training.optimizer import adamw, sgd
+from megatron_dllm.training.algorithms import adamw, sgd
 from verification.layout_cases import Case
 from verification.layout_training import (
     LEARNING_RATE,

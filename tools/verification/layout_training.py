@@ -22,8 +22,9 @@ from megatron_dllm.models.diffusion_gemma.build import UNSET, build_model
 from megatron_dllm.models.diffusion_gemma.model import DiffusionGemma
 from megatron_dllm.parallel import ParallelContext
 from megatron_dllm.tensor_parallel import Initializer
+from megatron_dllm.training.algorithms import Algorithm, adamw, sgd
 from megatron_dllm.training.batches import Batch, BatchMaker
-from megatron_dllm.training.optimizer import Algorithm, MasterOptimizer, adamw, sgd
+from megatron_dllm.training.optimizer import MasterOptimizer
 from megatron_dllm.training.step import forward_backward
 from verification.layout_cases import GLOBAL_BATCH, OBJECTIVES, RECOMPUTE, SUPERVISED_ROW, TOY, Case, Reference
 

@@ -1,0 +1,49 @@
+"""What steps the masters: AdamW of torch, Transformer Engine or apex (--optimizer-backend), each the whole step in a few launches."""
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from ..config import OptimizerConfig
+
+# Module of each package's FusedAdam. Both keep the moments by torch's names, and the number of steps in the parameter group.
+PACKAGES = {"te": "transformer_engine.pytorch.optimizers", "apex": "apex.optimizers"}
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """make: parameter groups of torch's form (params, weight_decay) and the settings -> what steps them.
+
+    counts_in_groups: the number of steps is an int of each group; otherwise a tensor of each parameter's state.
+    """
+
+    make: Callable[[list[dict], OptimizerConfig], torch.optim.Optimizer]
+    counts_in_groups: bool = False
+
+
+def _torch_adamw(groups: list[dict], config: OptimizerConfig) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps, fused=True)
+
+
+def _package_adamw(backend: str, groups: list[dict], config: OptimizerConfig) -> torch.optim.Optimizer:
+    try:
+        package = importlib.import_module(PACKAGES[backend])
+    except ImportError as error:
+        raise ValueError(
+            f"--optimizer-backend {backend} needs {PACKAGES[backend]} ({error}); install it with tools/install_gpu.sh --{backend}, or set "
+            "--optimizer-backend torch") from error
+    return package.FusedAdam(
+        groups, lr=config.lr, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps, adam_w_mode=True, bias_correction=True)
+
+
+def _sgd(groups: list[dict], config: OptimizerConfig) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups, lr=config.lr)
+
+
+adamw = Algorithm(_torch_adamw)
+sgd = Algorithm(_sgd)  # plain gradient descent: for comparisons, since it does not hide the gradient's size
+BACKENDS = {"torch": adamw, **{name: Algorithm(partial(_package_adamw, name), counts_in_groups=True) for name in PACKAGES}}
