@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from ..parallel import Group, ParallelContext, communication
+from ..parallel import Group, MainGradient, ParallelContext, communication
 from ..parallel.communication import Pending
 from ..parallel.placement import Placement
 from ..transformer.precision import accumulation_dtype
@@ -123,6 +123,7 @@ class GradientBuckets:
     def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], context: ParallelContext, *, sharded: bool = False,
                  bucket_elements: int = BUCKET_ELEMENTS):
         self.buckets: list[Bucket] = []
+        self._main_gradients: list[MainGradient] = []
         self._last = False
         self._started = 0
         for members in _deal(list(parameters), bucket_elements):
@@ -132,19 +133,25 @@ class GradientBuckets:
                 self._attach(bucket, parameter, bucket.gradient(number))
 
     def _attach(self, bucket: Bucket, parameter: nn.Parameter, total: Tensor) -> None:
-        """Have every backward add the parameter's gradient to `total`."""
+        """Have every backward add the parameter's gradient to `total`, by itself or by the kernels that use `main_gradient`."""
         is_wide = parameter.dtype == total.dtype
         parameter.grad = total if is_wide else None
+
+        def note_added() -> None:
+            if self._last:
+                bucket.missing -= 1
+                self._start_complete()
 
         def accumulate(source: nn.Parameter) -> None:
             if source.grad is not total:  # 16 bits, or somebody has dropped the gradient
                 total.add_(source.grad)
                 source.grad = total if is_wide else None
-            if self._last:
-                bucket.missing -= 1
-                self._start_complete()
+            note_added()
 
         parameter.register_post_accumulate_grad_hook(accumulate)
+        if not is_wide:
+            parameter.main_gradient = MainGradient(total, note_added)
+            self._main_gradients.append(parameter.main_gradient)
 
     def last_microbatch(self) -> None:
         """The next backward is the step's last: a bucket whose gradients are complete is summed while it goes on."""
@@ -170,6 +177,8 @@ class GradientBuckets:
         """Forget what has been accumulated."""
         for bucket in self.buckets:
             bucket.gradients.zero_()
+        for gradient in self._main_gradients:
+            gradient.forget()
 
     def scale(self, factor: Tensor) -> None:
         """Multiply every gradient that this rank has the sum of."""

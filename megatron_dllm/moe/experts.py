@@ -1,14 +1,17 @@
-"""The experts' feed-forwards over rows sorted by expert: grouped matrix products, or a loop over experts (the oracle).
+"""The experts' feed-forwards over rows sorted by expert: fused kernels on CUDA devices, torch's grouped matrix product elsewhere and beside
+adapters, or a loop over experts (the oracle).
 
 Legend: N rows, E experts of this rank, I expert width (of this etp rank), H hidden.
 """
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import Parameter
 
 from ..config import ModelConfig
 from ..parallel import ParallelContext, place
@@ -41,6 +44,12 @@ class Experts(nn.Module):
         self.down = parameter("down", (num_experts, hidden, inner))
         self.gate_up_adapter = self.down_adapter = unadapted
         self.product = choose_product(dtype, hidden, self.down.shape[2], grouped=grouped)
+        self.is_fused = False  # the kernels wait for their measurement on a GPU
+
+    @property
+    def is_adapted(self) -> bool:
+        """Whether an adapter stands beside a weight; it reads what the fused feed-forward does not keep."""
+        return self.gate_up_adapter is not unadapted or self.down_adapter is not unadapted
 
     @property
     def is_trained(self) -> bool:
@@ -48,10 +57,28 @@ class Experts(nn.Module):
         return any(parameter.requires_grad for parameter in self.parameters())
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """[N, H] from rows [N, H], sorted by expert; counts int64 [E]. An expert without rows still gets a (zero) gradient."""
+        """[N, H] from rows [N, H], sorted by expert; counts int64 [E]. An expert without rows still gets a (zero) gradient.
+
+        N may be more than the sum of counts: nothing is told of the results, or the gradients, of the rows that stand after.
+        """
+        if self.is_fused and not self.is_adapted:
+            return fused_mlp(rows, self.gate_up, self.down, counts)
         hidden = self.gate_up_adapter(self.product(rows, self.gate_up.flatten(1, 2), counts), rows, counts)
         activated = gated_gelu(hidden.unflatten(1, (2, -1)))
         return self.down_adapter(self.product(activated, self.down, counts), activated, counts)
+
+
+def fused_mlp(rows: Tensor, gate_up: Parameter, down: Parameter, counts: Tensor) -> Tensor:
+    """The feed-forward by our kernels, which add the weights' gradients to their fp32 buffers where there are some."""
+    from ..kernels import grouped_mlp as kernel  # Triton is there with CUDA alone
+
+    def deferred(weight: Parameter) -> kernel.Deferred | None:
+        gradient = weight.main_gradient
+        if gradient is None:
+            return None
+        return kernel.Deferred(gradient.ticket, partial(gradient.put_off, kernel.add_weight_gradient))
+
+    return kernel.grouped_mlp(rows, gate_up, down, counts, deferred_up=deferred(gate_up), deferred_down=deferred(down))
 
 
 def choose_product(dtype: torch.dtype, hidden: int, inner: int, *, grouped: bool) -> ExpertProduct:

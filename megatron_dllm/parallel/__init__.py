@@ -11,6 +11,7 @@ from .collectives import (
 )
 from .context import CommunicationLog, Group, ParallelContext
 from .initialize import close, create_context, initialize
+from .main_gradient import MainGradient
 from .placement import Placement, place
 from .topology import Topology
 from .watchdog import Watchdog
@@ -18,6 +19,7 @@ from .watchdog import Watchdog
 __all__ = [
     "CommunicationLog",
     "Group",
+    "MainGradient",
     "ParallelContext",
     "Placement",
     "Topology",

@@ -1,0 +1,81 @@
+"""Experts whose kernels add their weights' gradients to the buckets, beside those that autograd hands over."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from megatron_dllm.config import PRESETS
+from megatron_dllm.data_parallel import GradientBuckets
+from megatron_dllm.moe.experts import Experts
+from megatron_dllm.parallel import ParallelContext
+from megatron_dllm.tensor_parallel.initialization import Initializer
+from tests.unit.kernel_cases import DEVICES, draw, need_kernels
+
+HIDDEN, INNER, NUM_EXPERTS = 16, 8, 3
+USES = {"one": [(2, 0, 3)], "both loops": [(2, 0, 3), (0, 0, 4)], "one without rows": [(2, 1, 1), (0, 0, 0)]}
+
+
+def experts_of(device, *, is_fused):
+    """(experts in bf16, their buckets)"""
+    config = dataclasses.replace(PRESETS["toy"], hidden_size=HIDDEN, moe_ffn_hidden_size=INNER, num_experts=NUM_EXPERTS)
+    context = ParallelContext.single(device)
+    experts = Experts("experts", config, context=context, init=Initializer(0, 0.2), dtype=torch.bfloat16)
+    experts.is_fused = is_fused
+    return experts, GradientBuckets(experts.named_parameters(), context)
+
+
+def run(experts, uses, factor):
+    """Gradients of the rows, after a backward through all uses at once."""
+    rows = [draw(sum(counts), HIDDEN, dtype=torch.bfloat16, device=experts.down.device) for counts in uses]
+    results = [experts(x, torch.tensor(counts, device=x.device)) for x, counts in zip(rows, uses, strict=True)]
+    (torch.cat(results).float().square().sum() * factor).backward()
+    return [x.grad for x in rows]
+
+
+@DEVICES
+@pytest.mark.parametrize("uses", USES.values(), ids=USES)
+def test_fused_experts_fill_the_buckets(uses, device):
+    need_kernels(device)
+    (fused, ours), (plain, wanted) = (experts_of(device, is_fused=is_fused) for is_fused in (True, False))
+    for factor in (1.0, 0.5):  # two microbatches
+        for got, want in zip(run(fused, uses, factor), run(plain, uses, factor), strict=True):
+            assert torch.allclose(got.float(), want.float(), rtol=0, atol=2**-6 * float(want.abs().max()) if want.numel() else 0)
+    assert fused.down.grad is None and fused.gate_up.grad is None
+    for ours_piece, piece in zip(ours.pieces(), wanted.pieces(), strict=True):
+        assert piece.gradient.any()
+        # The plain path rounds the gradient of every backward to bf16, and sums of uses as well.
+        assert (ours_piece.gradient - piece.gradient).abs().max() <= 2**-6 * piece.gradient.abs().max()
+
+
+@DEVICES
+def test_a_bucket_is_complete_after_the_last_use(device):
+    need_kernels(device)
+    experts, buckets = experts_of(device, is_fused=True)
+    buckets.last_microbatch()
+    assert [bucket.missing for bucket in buckets.buckets] == [2]
+    run(experts, USES["both loops"], 1.0)
+    assert [bucket.missing for bucket in buckets.buckets] == [0]
+    buckets.finish()
+
+
+@DEVICES
+def test_what_a_failed_backward_leaves_is_dropped_with_the_gradients(device):
+    need_kernels(device)
+    experts, buckets = experts_of(device, is_fused=True)
+
+    def stop(_):
+        raise RuntimeError("stop")
+
+    counts = torch.tensor((2, 0, 3), device=device)
+    first = experts(draw(5, HIDDEN, dtype=torch.bfloat16, device=device), counts)
+    first.register_hook(stop)
+    # The second use's backward comes first and puts its part off; that of the first never comes.
+    y = experts(first, counts)
+    with pytest.raises(RuntimeError, match="stop"):
+        y.float().sum().backward()
+    buckets.zero()
+    run(experts, USES["one"], 1.0)
+    fresh, clean = experts_of(device, is_fused=True)
+    run(fresh, USES["one"], 1.0)
+    assert all(torch.equal(a.gradient, b.gradient) for a, b in zip(buckets.pieces(), clean.pieces(), strict=True))
