@@ -6,6 +6,7 @@ Alone it is one process; under torchrun or srun each process is one rank.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Sequence
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from megatron_dllm.config import RunConfig, format_problems, parse, to_arguments_text, validate
 from megatron_dllm.parallel import initialize
 from megatron_dllm.parallel.launch import launched
+from megatron_dllm.training.determinism import require_determinism
 from megatron_dllm.training.loop import Trainer, TrainingFailed
 
 
@@ -27,7 +29,9 @@ def train(run: RunConfig, rank: int) -> None:
             print(note, flush=True)
         print(to_arguments_text(run), flush=True)
     if run.training.deterministic_mode:
-        torch.use_deterministic_algorithms(True)
+        verified = require_determinism(run, context.device, context.world.size, os.environ)
+        if rank == 0:
+            print(verified, flush=True)
     Trainer.build(run, context).fit()
     if dist.is_initialized():
         dist.destroy_process_group()
