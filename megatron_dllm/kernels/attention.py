@@ -4,7 +4,7 @@ Legend: Q queries, K flat keys, h query heads, g key and value heads (h a multip
 """
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -20,13 +20,15 @@ LEAST_HEAD_DIM, LARGEST_HEAD_DIM = 16, 512
 
 @dataclass(frozen=True)
 class Shape:
-    """How a kernel cuts its work. rows, columns: of the tile that a program holds; step: of the inner dimension at a time."""
+    """How a kernel cuts its work. rows, columns: of the tile that a program holds; step: of the inner dimension at a time; registers:
+    the most a thread may have (None: as the compiler likes), so that two programs fit a processor."""
 
     rows: int
     columns: int
     step: int
     warps: int
     stages: int
+    registers: int | None = None
 
 
 @dataclass(frozen=True)
@@ -51,15 +53,15 @@ def shapes(head_dim: int, dtype: torch.dtype, tile: int) -> Shapes:
     return Shapes(
         _within(query_block, tile, head_dim),
         _within(Shape(128, 128, 32 if wide else 64, 8, 3), tile, head_dim),
-        _within(Shape(128, 256, 32 if wide else 64, 8, 3), tile, head_dim),
-        _within(Shape(128, 256, 32 if wide else 64, 8, 3), tile, head_dim))
+        _within(Shape(128, 256, 32 if wide else 64, 8, 5), tile, head_dim),
+        _within(Shape(128, 256, 32 if wide else 64, 8, 5), tile, head_dim))
 
 
 def _within(shape: Shape, tile: int, head_dim: int) -> Shape:
     """`shape` cut down to a tile and a head dimension."""
     columns = shape.columns if shape.step == 0 else min(shape.columns, head_dim)
-    return Shape(min(shape.rows, tile), min(columns, tile) if shape.step == 0 else columns, min(shape.step, head_dim, tile), shape.warps,
-                 shape.stages)
+    return replace(shape, rows=min(shape.rows, tile), columns=min(columns, tile) if shape.step == 0 else columns,
+                   step=min(shape.step, head_dim, tile))
 
 
 def takes_head_dim(head_dim: int) -> bool:
@@ -88,7 +90,8 @@ def attention_forward(query: Tensor, key: Tensor, value: Tensor, tiles: Attentio
         forward[(blocks * heads,)](
             query, key, value, out, lse, tiles.bounds, tiles.rows, tiles.masked, num_rows, len(key), blocks, *query.stride()[:2],
             *key.stride()[:2], *value.stride()[:2], HEADS=heads, GROUP=heads // key.shape[1], DIM=head_dim, TILE=tiles.tile,
-            BLOCK_M=how.rows, BLOCK_N=how.columns, STAGES=how.stages, PRECISION=_precision(query), num_warps=how.warps)
+            BLOCK_M=how.rows, BLOCK_N=how.columns, STAGES=how.stages, PRECISION=_precision(query), num_warps=how.warps,
+            maxnreg=how.registers)
     return out, lse
 
 
@@ -116,16 +119,17 @@ def attention_backward(dout: Tensor, query: Tensor, key: Tensor, value: Tensor, 
         part, each = how.probabilities, how.query_gradient
         backward_kernels.probabilities[(len(chunk.pairs) * heads,)](
             query, key, value, dout, lse, delta, tiles.bounds, chunk.pairs, p, ds, num_rows, len(key), *query.stride()[:2],
-            *key.stride()[:2], *value.stride()[:2], PANEL=part.step, STAGES=part.stages, num_warps=part.warps, **shared)
+            *key.stride()[:2], *value.stride()[:2], PANEL=part.step, STAGES=part.stages, num_warps=part.warps, maxnreg=part.registers,
+            **shared)
         if query_tiles:
             backward_kernels.query_gradient[(query_tiles * heads * (head_dim // each.columns),)](
                 ds, key, dquery, chunk.pairs, chunk.by_query, num_rows, len(key), query_tiles, *key.stride()[:2], PANEL=each.columns,
-                STEP=each.step, STAGES=each.stages, num_warps=each.warps, **shared)
+                STEP=each.step, STAGES=each.stages, num_warps=each.warps, maxnreg=each.registers, **shared)
         each = how.key_gradients
         if key_tiles:
             backward_kernels.key_gradients[(key_tiles * groups * 2 * (head_dim // each.columns),)](
                 p, ds, query, dout, dkey, dvalue, chunk.by_key, chunk.slots, num_rows, len(key), *query.stride()[:2], PANEL=each.columns,
-                STEP=each.step, ADDS=number > 0, STAGES=each.stages, num_warps=each.warps, **shared)
+                STEP=each.step, ADDS=number > 0, STAGES=each.stages, num_warps=each.warps, maxnreg=each.registers, **shared)
     return dquery, dkey.to(key.dtype), dvalue.to(value.dtype)
 
 
