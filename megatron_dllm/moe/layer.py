@@ -42,7 +42,7 @@ class MoELayer(nn.Module):
         tokens  what the tokens are, for balance losses and figures; without it there are none
         """
         record = call.recorded(self.name, len(x))
-        routing = self.router.route(scaled, None if record is None else record.indices)
+        routing = self.router(scaled, None if record is None else record.indices)
         plan = self.dispatcher.prepare(routing.indices) if record is None else record.plan
         weights, fractions = routing.weights, None
         if tokens is not None:

@@ -53,12 +53,12 @@ class Router(nn.Module):
         """norm(x) * scale * H^-0.5 of the residual x [T, H], at least fp32."""
         return rms_norm(at_least_fp32(x), None, self.eps) * self.scale * self.root
 
-    def forward(self, x: Tensor, indices: Tensor | None = None) -> Routing:
-        """The routing of x [T, H]; with `indices` [T, k], which a recompute has from its forward, the weights at these."""
-        return self.route(self.scaled(x), indices)
+    def route(self, x: Tensor) -> Routing:
+        """The routing of the residual x [T, H]."""
+        return self(self.scaled(x))
 
-    def route(self, scaled: Tensor, indices: Tensor | None = None) -> Routing:
-        """The same from what `scaled` gives."""
+    def forward(self, scaled: Tensor, indices: Tensor | None = None) -> Routing:
+        """The routing of what `scaled` gives; with `indices` [T, k], which a recompute has from its forward, the weights at these."""
         logits = self.adapter(F.linear(scaled, at_least_fp32(self.weight)), scaled)
         probabilities = logits.softmax(-1)
         if indices is None:

@@ -38,7 +38,7 @@ def tokens_and_input():
 
 def by_hand(layer, x, aux, z):
     """Both losses, written out token by token."""
-    routing = layer.router(x)
+    routing = layer.router.route(x)
     counted = [t for t in range(len(x)) if STREAM[t] != DRAFT]
     chosen = [int(e) for t in counted for e in routing.indices[t]]
     load = z_loss = 0.0
@@ -80,7 +80,7 @@ def test_even_use_costs_the_coefficient():
 def test_figures_of_each_stream():
     layer, monitor = build()
     tokens, x = tokens_and_input()
-    routing = layer.router(x)
+    routing = layer.router.route(x)
     for _ in range(2):
         layer(x.requires_grad_(), x, tokens=tokens)
     with torch.no_grad():
@@ -123,9 +123,9 @@ def test_expert_bias_turns_choices_towards_idle_experts():
 def test_router_chooses_by_the_bias_and_weighs_without_it():
     router = Router("r", CONFIG, context=SINGLE, init=Initializer(7, 0.5), dtype=torch.float64, bias_rate=1e-3)
     x = torch.randn(9, 6, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    plain = router(x)
+    plain = router.route(x)
     router.bias.value[3] = 2.0
-    routing = router(x)
+    routing = router.route(x)
     assert (routing.indices == 3).any(1).all() and not (plain.indices == 3).any(1).all()
     assert torch.equal(routing.probabilities, plain.probabilities)
     chosen = plain.probabilities.gather(1, routing.indices)

@@ -127,7 +127,7 @@ def compare(rank: int, case: Case, dispatcher: str, dtype: torch.dtype, forget: 
         if value.numel():
             scale = whole[name].abs().max().item() or 1.0
             worst = max(worst, ((value - expected).abs().max().item() / scale, name))
-    plan = layer.dispatcher.prepare(layer.router(everyone[rank][1]).indices)
+    plan = layer.dispatcher.prepare(layer.router.route(everyone[rank][1]).indices)
     return *worst, plan.counts.tolist()
 
 
@@ -167,7 +167,7 @@ def bf16_counts(world: World) -> list[Figure]:
 def bf16_indices(case: Case) -> Sequence[Tensor]:
     layer = build_layer(ParallelContext.single(), "alltoall", case, torch.bfloat16)
     with torch.no_grad():
-        return [layer.router(residual).indices for _, residual, _ in tokens_of(case, torch.bfloat16)]
+        return [layer.router.route(residual).indices for _, residual, _ in tokens_of(case, torch.bfloat16)]
 
 
 def replay(world: World) -> list[Figure]:
@@ -209,7 +209,7 @@ def perturbed() -> list[Figure]:
     for direction in (1, -1):
         layer, x, moved = tie(direction)
         with torch.no_grad():
-            changed += (layer.router(x).indices != layer.router(moved).indices).any(1).sum().item()
+            changed += (layer.router.route(x).indices != layer.router.route(moved).indices).any(1).sum().item()
         seen = []
         hook = layer.router.register_forward_hook(lambda module, _, routing, seen=seen: seen.append(routing.indices))
         y = Recompute(frozenset(["moe"])).with_moe(
