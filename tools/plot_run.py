@@ -3,6 +3,7 @@
 
     python tools/plot_run.py runs/a
     python tools/plot_run.py runs/a runs/b --smooth 0.9 --log-x --reference "byte unigram entropy=3.12" --output compare.png
+    python tools/plot_run.py runs/a --experts
 
 A run is its directory (metrics.jsonl and args.txt) or a metrics file. Several runs are labelled by the flags in which they differ.
 """
@@ -20,6 +21,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib import colormaps
 from matplotlib.axes import Axes
+from matplotlib.collections import QuadMesh
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
@@ -36,6 +38,10 @@ TITLES = {
     "loss": "Loss (weighted sum)", "grad_norm": "Gradient norm", "tokens_per_second": "Tokens per second",
     "mfu": "MFU", "tflops_per_device": "TFLOP/s per device", "iteration_ms": "Time per iteration (ms)"}
 DEFAULT_OTHERS = ("learning_rate", "grad_norm", "tokens_per_second", "mfu")
+ROUTING = re.compile(r"routing/(?P<layer>[^/]+)/(?P<stream>[^/]+)/(?P<figure>[^/]+)")
+# What --experts draws, a row of panels each: figure of a router, its title, its least value (the most is the largest seen).
+EXPERT_FIGURES = (("entropy", "Router entropy (nats)", 0.0), ("max_over_mean_load", "Busiest expert's load over the mean", 1.0),
+                  ("idle_experts", "Experts without a token", 0.0))
 NOISE_LEVEL = re.compile(r"(?P<term>.+)/t_(?P<low>[\d.]+)-(?P<high>[\d.]+)")
 
 
@@ -269,6 +275,65 @@ def draw(runs: Sequence[Run], names: Sequence[str], style: Style, title: str | N
     return figure
 
 
+@dataclass(frozen=True)
+class LayerMap:
+    """A figure of every layer's router over a run, for one kind of token: values float64 [layers, iterations], NaN where not logged."""
+
+    layers: tuple[str, ...]
+    iterations: tuple[int, ...]
+    values: np.ndarray
+
+
+def layer_maps(run: Run) -> dict[tuple[str, str], LayerMap]:
+    """By (figure, kind of token). ValueError for a run without any."""
+    names = [(match, name) for name in run.names() if (match := ROUTING.fullmatch(name))]
+    if not names:
+        raise ValueError(f"{run.name}: no metric of a router is in it; they are logged while a model with experts trains")
+    layers = tuple(dict.fromkeys(match["layer"] for match, _ in names))
+    records = [record for record in run.records if any(name in record for _, name in names)]
+    iterations = tuple(record["iteration"] for record in records)
+    maps: dict[tuple[str, str], LayerMap] = {}
+    for match, name in names:
+        key = match["figure"], match["stream"]
+        of = maps.setdefault(key, LayerMap(layers, iterations, np.full((len(layers), len(records)), math.nan)))
+        of.values[layers.index(match["layer"])] = [record.get(name, math.nan) for record in records]
+    return maps
+
+
+def draw_experts(run: Run, title: str | None = None) -> Figure:
+    """A panel for each figure and kind of token: layers downwards, iterations to the right, one scale of colours for each figure."""
+    maps = layer_maps(run)
+    streams = list(dict.fromkeys(stream for _, stream in maps))
+    one = next(iter(maps.values()))
+    height = 1.2 + 0.16 * max(len(one.layers), 8)
+    figure = Figure(figsize=(4.6 * len(streams) + 0.8, len(EXPERT_FIGURES) * height + 0.4), layout="constrained")
+    panels = figure.subplots(len(EXPERT_FIGURES), len(streams), squeeze=False)
+    for row, (name, label, least) in zip(panels, EXPERT_FIGURES, strict=True):
+        most = max((np.nanmax(of.values) for (figured, _), of in maps.items() if figured == name), default=least)
+        for axes, stream in zip(row, streams, strict=True):
+            of = maps.get((name, stream))
+            if of is None:
+                axes.set_axis_off()
+                continue
+            mesh = draw_layer_map(axes, of, least, max(most, least + 1e-9))
+            axes.set_title(f"{label}, {stream}", fontsize=10)
+        figure.colorbar(mesh, ax=list(row), fraction=0.03)
+    figure.suptitle(title or f"{run.name}, experts", fontweight="bold")
+    return figure
+
+
+def draw_layer_map(axes: Axes, of: LayerMap, least: float, most: float) -> QuadMesh:
+    """The layers' values as colours; the first layer on top. Columns are as wide as one another, whatever lies between their iterations."""
+    mesh = axes.pcolormesh(np.ma.masked_invalid(of.values), vmin=least, vmax=most, cmap="viridis")
+    axes.invert_yaxis()
+    for axis, names in ((axes.yaxis, [layer.removeprefix("layers.") for layer in of.layers]), (axes.xaxis, of.iterations)):
+        step = math.ceil(len(names) / (10 if axis is axes.yaxis else 5))
+        axis.set_ticks(np.arange(0, len(names), step) + 0.5, [str(name) for name in names[::step]])
+    axes.set_ylabel("layer")
+    axes.set_xlabel("iteration")
+    return mesh
+
+
 def read_reference(text: str, metrics: Iterable[str]) -> Reference:
     """The line that "label=value" or "metric:label=value" describes."""
     label, separator, value = text.rpartition("=")
@@ -286,7 +351,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="Directory of a run, or a metrics file.")
     parser.add_argument("--output", type=Path, metavar="FILE", help="PNG to write (default: curves.png in the run, or here for several).")
-    parser.add_argument("--metrics", nargs="+", metavar="NAME", help="Metrics to draw (default: losses, evaluation, rate, norm, speed).")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--metrics", nargs="+", metavar="NAME", help="Metrics to draw (default: losses, evaluation, rate, norm, speed).")
+    what.add_argument("--experts", action="store_true",
+                      help="Draw how every layer's experts are used by each kind of token, into experts.png; of one run, as it is.")
     parser.add_argument("--smooth", type=float, default=0.0, metavar="WEIGHT", help="Moving average: weight of the past, such as 0.9.")
     parser.add_argument("--log-x", action="store_true", help="Iterations on a logarithmic axis.")
     parser.add_argument("--log-y", action="store_true", help="Values on a logarithmic axis.")
@@ -309,6 +377,8 @@ def plot(arguments: argparse.Namespace) -> Path:
             print(f"{path}: no records yet, left out", file=sys.stderr)
     if not runs:
         raise ValueError("none of the runs has a record yet; log at least one (--log-interval) before plotting")
+    if arguments.experts:
+        return plot_experts(arguments, runs)
     if len(runs) > 1:
         for run in runs:
             if run.flags is None:
@@ -321,10 +391,24 @@ def plot(arguments: argparse.Namespace) -> Path:
         raise ValueError(f"the runs have no loss, rate, norm or speed; choose with --metrics from {', '.join(known) or 'none'}")
     references = tuple(read_reference(text, known) for text in arguments.reference)
     style = Style(log_x=arguments.log_x, log_y=arguments.log_y, smooth=arguments.smooth, references=references)
+    return save(draw(runs, names, style, arguments.title), arguments, "curves.png")
+
+
+def plot_experts(arguments: argparse.Namespace, runs: Sequence[Run]) -> Path:
+    """Write the picture of --experts."""
+    if len(arguments.runs) > 1:
+        raise ValueError(f"--experts is of one run, and there are {len(arguments.runs)}; give one")
+    if arguments.smooth or arguments.log_x or arguments.log_y or arguments.reference:
+        raise ValueError("--experts draws colours, not curves; leave out --smooth, --log-x, --log-y and --reference")
+    return save(draw_experts(runs[0], arguments.title), arguments, "experts.png")
+
+
+def save(figure: Figure, arguments: argparse.Namespace, name: str) -> Path:
+    """Write to --output, or under this name into the run, or here for several."""
     one = arguments.runs[0]
-    output = arguments.output or (Path("curves.png") if len(arguments.runs) > 1 else (one.parent if one.is_file() else one) / "curves.png")
+    output = arguments.output or (Path(name) if len(arguments.runs) > 1 else (one.parent if one.is_file() else one) / name)
     output.parent.mkdir(parents=True, exist_ok=True)
-    draw(runs, names, style, arguments.title).savefig(output, dpi=110)
+    figure.savefig(output, dpi=110)
     return output
 
 

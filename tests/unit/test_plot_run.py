@@ -16,6 +16,8 @@ from tools.plot_run import (
     Run,
     Style,
     draw,
+    draw_experts,
+    layer_maps,
     main,
     noise_terms,
     panel_names,
@@ -272,3 +274,46 @@ def test_main_refuses(tmp_path, capsys, monkeypatch, case):
     assert printed.out == ""
     assert re.search(message, printed.err)
     assert not list(tmp_path.rglob("*.png"))
+
+
+ROUTED = [
+    {"iteration": 10, "loss": 6.0, "routing/layers.0/clean/entropy": 2.0, "routing/layers.0/clean/max_over_mean_load": 1.5,
+     "routing/layers.1/clean/entropy": 1.0, "routing/layers.1/draft/entropy": 0.5},
+    {"iteration": 15, "eval/encoder_loss": 2.0},
+    {"iteration": 20, "loss": 5.0, "routing/layers.0/clean/entropy": 1.5, "routing/layers.0/clean/max_over_mean_load": 3.0,
+     "routing/layers.1/clean/entropy": 0.75},
+]
+
+
+def test_layer_maps():
+    """Layers downwards, the iterations at which routers were logged to the right."""
+    maps = layer_maps(run(records=ROUTED))
+    assert maps.keys() == {("entropy", "clean"), ("max_over_mean_load", "clean"), ("entropy", "draft")}
+    entropy, draft = maps["entropy", "clean"], maps["entropy", "draft"]
+    assert (entropy.layers, entropy.iterations) == (("layers.0", "layers.1"), (10, 20))
+    assert entropy.values.tolist() == [[2.0, 1.5], [1.0, 0.75]]
+    assert draft.values[1, 0] == 0.5 and np.isnan(draft.values).sum() == 3
+
+
+def test_draw_experts():
+    figure = draw_experts(run(records=ROUTED))
+    shown = [title.removeprefix("Router ") for title in titles(figure)]
+    assert shown == ["entropy (nats), clean", "entropy (nats), draft", "Busiest expert's load over the mean, clean"]
+    clean, draft = (panel(figure, f"Router entropy (nats), {stream}").collections[0] for stream in ("clean", "draft"))
+    assert clean.get_array().tolist() == [[2.0, 1.5], [1.0, 0.75]]
+    # One scale of colours for both.
+    assert clean.get_clim() == draft.get_clim() == (0.0, 2.0)
+    assert panel(figure, shown[2]).collections[0].get_clim() == (1.0, 3.0)
+    assert [text.get_text() for text in panel(figure, shown[2]).get_yticklabels()] == ["0", "1"]
+
+
+def test_main_draws_experts_of_one_run(tmp_path, capsys):
+    routed, plain = write_run(tmp_path / "routed", ROUTED), write_run(tmp_path / "plain")
+    assert main([str(routed), "--experts"]) == 0
+    assert imread(routed / "experts.png").std() > 0.05
+    for arguments, message in (
+        ([plain], "plain: no metric of a router"), ([routed, plain], "one run, and there are 2"),
+        ([routed, "--log-y"], "leave out --smooth, --log-x, --log-y"),
+    ):  # fmt: skip
+        assert main([*map(str, arguments), "--experts"]) == 2
+        assert message in capsys.readouterr().err
