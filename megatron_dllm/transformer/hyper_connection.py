@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ..config import ModelConfig
+from ..kernels.launch import takes
 from ..parallel import ParallelContext, place
 from ..tensor_parallel.initialization import Constant, Init, make_parameter
 from .precision import accumulation_dtype, at_least_fp32
@@ -161,41 +163,131 @@ def stream_chains(recompute: Recompute) -> Iterator[StreamChain | None]:
 
 def mixed(x: Tensor, y: Tensor, post: Tensor, res: Tensor, scale: Tensor | None) -> Tensor:
     """(H_res x + H_post^T y) * scale, computed in at least fp32."""
+    if takes(x, y):
+        from ..kernels import hyper_connection_streams as kernel  # Triton is there with CUDA alone
+
+        return kernel.merge(x.contiguous(), y.contiguous(), post, res, scale)
+    return mixed_in_torch(x, y, post, res, scale)
+
+
+def mixed_in_torch(x: Tensor, y: Tensor, post: Tensor, res: Tensor, scale: Tensor | None) -> Tensor:
+    """`mixed` without kernels."""
     streams = at_least_fp32(x).unflatten(1, (post.shape[1], -1))
     new = torch.baddbmm(post[:, :, None] * at_least_fp32(y)[:, None], res, streams).flatten(1)
     return (new if scale is None else new * at_least_fp32(scale)).to(x.dtype)
 
 
+def mixed_backward(x: Tensor, y: Tensor, post: Tensor, res: Tensor, scale: Tensor | None,
+                   grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of x, y, post and res, from that of `mixed`'s result."""
+    if takes(x, y):
+        from ..kernels import hyper_connection_streams as kernel
+
+        return kernel.merge_backward(x.contiguous(), y.contiguous(), post, res, scale, grad.contiguous())
+    return mixed_backward_in_torch(x, y, post, res, scale, grad)
+
+
+def mixed_backward_in_torch(x: Tensor, y: Tensor, post: Tensor, res: Tensor, scale: Tensor | None,
+                            grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`mixed_backward` without kernels."""
+    grad = at_least_fp32(grad) if scale is None else at_least_fp32(grad) * at_least_fp32(scale)
+    grad, streams = grad.unflatten(1, (post.shape[1], -1)), at_least_fp32(x).unflatten(1, (post.shape[1], -1))
+    dx, dres = res.mT @ grad, grad @ streams.mT
+    dy, dpost = (post[:, :, None] * grad).sum(1), (grad @ at_least_fp32(y)[:, :, None]).squeeze(-1)
+    return dx.flatten(1).to(x.dtype), dy.to(y.dtype), dpost, dres
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What the mappings are made with: see HyperConnection."""
+
+    weight: Tensor
+    alpha: Tensor
+    bias: Tensor
+    num_streams: int
+    iterations: int
+
+
+class Mapped(NamedTuple):
+    """The mappings of some tokens, and what their backward needs: projected = x W^T [T, n^2 + 2n] and root = |x| / sqrt(nC) [T]."""
+
+    pre: Tensor
+    post: Tensor
+    res: Tensor
+    projected: Tensor
+    root: Tensor
+
+
+def read(x: Tensor, weights: Weights) -> tuple[Tensor, Mapped]:
+    """u = H_pre x, [T, C]."""
+    if takes(x, weights.weight):
+        from ..kernels import hyper_connection_mappings, hyper_connection_streams
+
+        x = x.contiguous()
+        w = weights
+        mapped = Mapped(*hyper_connection_mappings.mappings(x, w.weight, w.alpha, w.bias, w.num_streams, w.iterations))
+        return hyper_connection_streams.aggregate(x, mapped.pre), mapped
+    return read_in_torch(x, weights)
+
+
+def read_in_torch(x: Tensor, weights: Weights) -> tuple[Tensor, Mapped]:
+    """`read` without kernels."""
+    wide, n = at_least_fp32(x), weights.num_streams
+    projected = F.linear(wide, at_least_fp32(weights.weight))
+    root = wide.norm(dim=1) / wide.shape[1] ** 0.5
+    pre, post, res = mappings(projected, 1 / (root[:, None] + EPSILON), at_least_fp32(weights.alpha), at_least_fp32(weights.bias), n,
+                              weights.iterations)
+    return (pre[:, :, None] * wide.unflatten(1, (n, -1))).sum(1).to(x.dtype), Mapped(pre, post, res, projected, root)
+
+
+def read_backward(x: Tensor, weights: Weights, mapped: Mapped, du: Tensor, dpost: Tensor,
+                  dres: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of x, weight, alpha and bias, from those of what `read` gives."""
+    if takes(x, weights.weight):
+        from ..kernels import hyper_connection_mappings, hyper_connection_streams
+
+        x, du = x.contiguous(), du.contiguous()
+        dprojected, coefficient, dalpha, dbias = hyper_connection_mappings.mappings_backward(
+            mapped.projected, mapped.root, weights.alpha, weights.bias, hyper_connection_streams.read_products(x, du), dpost.contiguous(),
+            dres.contiguous(), x.shape[1], weights.iterations)
+        dx, dweight = hyper_connection_streams.read_backward(x, weights.weight, mapped.pre, dprojected, coefficient, du)
+        return dx, dweight, dalpha, dbias
+    return read_backward_in_torch(x, weights, mapped, du, dpost, dres)
+
+
+def read_backward_in_torch(x: Tensor, weights: Weights, mapped: Mapped, du: Tensor, dpost: Tensor,
+                           dres: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`read_backward` without kernels."""
+    wide, du = at_least_fp32(x), at_least_fp32(du)
+    inverse = 1 / (mapped.root[:, None] + EPSILON)
+    with torch.enable_grad():
+        leaves = [at_least_fp32(t.detach()).requires_grad_() for t in (mapped.projected, inverse, weights.alpha, weights.bias)]
+        made = mappings(*leaves, weights.num_streams, weights.iterations)
+    dpre = (wide.unflatten(1, (weights.num_streams, -1)) @ du[:, :, None]).squeeze(-1)
+    dprojected, dinverse, dalpha, dbias = torch.autograd.grad(made, leaves, (dpre, dpost, dres))
+    dx = torch.addmm((mapped.pre[:, :, None] * du[:, None]).flatten(1), dprojected, at_least_fp32(weights.weight))
+    # d r / d x = -r^2 x / (|x| sqrt(nC)), and nothing where x is zero (rows of fill may be).
+    size = mapped.root[:, None] * wide.shape[1]
+    dx -= (dinverse * inverse.square() / size).masked_fill(size == 0, 0.0) * wide
+    return dx.to(x.dtype), (dprojected.T @ wide).to(weights.weight.dtype), dalpha.to(weights.alpha.dtype), dbias.to(weights.bias.dtype)
+
+
 class _Read(torch.autograd.Function):
-    """u, H_post, H_res of x. Saved: x (or its place in a chain), x W^T and r; the mappings are computed again."""
+    """u, H_post, H_res of x. Saved: x (or its place in a chain), x W^T, the norm and H_pre; the other mappings are computed again."""
 
     @staticmethod
     def forward(ctx, x, weight, alpha, bias, num_streams, iterations, chain):
-        wide = at_least_fp32(x)
-        projected = F.linear(wide, at_least_fp32(weight))
-        inverse = 1 / (wide.norm(dim=1, keepdim=True) / wide.shape[1] ** 0.5 + EPSILON)
-        pre, post, res = mappings(projected, inverse, at_least_fp32(alpha), at_least_fp32(bias), num_streams, iterations)
-        u = (pre[:, :, None] * wide.unflatten(1, (num_streams, -1))).sum(1).to(x.dtype)
-        ctx.shape, ctx.source = (num_streams, iterations), _Source.of(ctx, x, chain, projected, inverse, weight, alpha, bias)
-        return u, post, res
+        u, mapped = read(x, Weights(weight, alpha, bias, num_streams, iterations))
+        ctx.shape = (num_streams, iterations)
+        ctx.source = _Source.of(ctx, x, chain, mapped.pre, mapped.projected, mapped.root, weight, alpha, bias)
+        return u, mapped.post, mapped.res
 
     @staticmethod
     @once_differentiable
     def backward(ctx, du, dpost, dres):
-        x, projected, inverse, weight, alpha, bias = ctx.source.tensors(ctx)
-        num_streams, _ = ctx.shape
-        wide, du = at_least_fp32(x), at_least_fp32(du)
-        streams = wide.unflatten(1, (num_streams, -1))
-        with torch.enable_grad():
-            leaves = [at_least_fp32(t.detach()).requires_grad_() for t in (projected, inverse, alpha, bias)]
-            pre, post, res = mappings(*leaves, *ctx.shape)
-        dpre = (streams @ du[:, :, None]).squeeze(-1)
-        dprojected, dinverse, dalpha, dbias = torch.autograd.grad((pre, post, res), leaves, (dpre, dpost, dres))
-        dx = torch.addmm((pre.detach()[:, :, None] * du[:, None]).flatten(1), dprojected, at_least_fp32(weight))
-        # d r / d x = -r^2 x / (|x| sqrt(nC)), and nothing where x is zero (rows of fill may be).
-        size = wide.norm(dim=1, keepdim=True) * wide.shape[1] ** 0.5
-        dx -= (dinverse * inverse.square() / size).masked_fill(size == 0, 0.0) * wide
-        return dx.to(x.dtype), (dprojected.T @ wide).to(weight.dtype), dalpha.to(alpha.dtype), dbias.to(bias.dtype), None, None, None
+        x, pre, projected, root, *parameters = ctx.source.tensors(ctx)
+        mapped = Mapped(pre, None, None, projected, root)
+        return *read_backward(x, Weights(*parameters, *ctx.shape), mapped, du, dpost, dres), None, None, None
 
 
 class _Write(torch.autograd.Function):
@@ -212,11 +304,7 @@ class _Write(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         x, y, post, res, scale = ctx.source.tensors(ctx)
-        grad = at_least_fp32(grad) if scale is None else at_least_fp32(grad) * at_least_fp32(scale)
-        grad, streams = grad.unflatten(1, (post.shape[1], -1)), at_least_fp32(x).unflatten(1, (post.shape[1], -1))
-        dx, dres = res.mT @ grad, grad @ streams.mT
-        dy, dpost = (post[:, :, None] * grad).sum(1), (grad @ at_least_fp32(y)[:, :, None]).squeeze(-1)
-        return dx.flatten(1).to(x.dtype), dy.to(y.dtype), dpost, dres, None, None
+        return *mixed_backward(x, y, post, res, scale, grad), None, None
 
 
 @dataclass(frozen=True)

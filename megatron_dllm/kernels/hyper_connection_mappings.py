@@ -1,0 +1,221 @@
+"""mHC's mappings of a token's streams, forward and backward: the projection with the row's norm, then gates and Sinkhorn's rounds on chip.
+
+Legend: T tokens, n streams (STREAMS: n up to a power of two), O = n^2 + 2n outputs of the projection (PADDED: a power of two, at least
+16). The formulas, and the same in plain torch, are in transformer/hyper_connection.py.
+"""
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .launch import next_power_of_2
+from .rms_norm import sum_partials
+
+EPSILON = tl.constexpr(1e-6)  # beside the norm of x, and the least denominator of Sinkhorn's rounds
+ROWS, COLUMNS = 64, 64  # of a tile of the projection
+# Programs along a row: 80 tiles of 5120 tokens alone do not fill the 132 processors of an H200.
+SPLITS = 8
+TOKENS = 8  # whose mappings a program of 4 warps makes: a matrix of 4 x 4 a token is a number a thread
+
+
+@triton.jit
+def add_product(total, a, b):
+    """total + a @ b as exact as fp32. A bf16 factor is multiplied with the other's three bf16 pieces, whose products are exact."""
+    if a.dtype == tl.bfloat16:
+        for _ in tl.static_range(3):
+            piece = b.to(tl.bfloat16)
+            total = tl.dot(a, piece, total)
+            b -= piece.to(tl.float32)
+    elif b.dtype == tl.bfloat16:
+        for _ in tl.static_range(3):
+            piece = a.to(tl.bfloat16)
+            total = tl.dot(piece, b, total)
+            a -= piece.to(tl.float32)
+    else:
+        total = tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="tf32x3")
+    return total
+
+
+@triton.jit
+def _project(x, weight, partial, num_rows, WIDTH: tl.constexpr, OUTPUTS: tl.constexpr, PADDED: tl.constexpr, SPAN: tl.constexpr,
+             ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """partial [SPLITS, T, O + 1]: x W^T over our span of columns, and the sum of squares."""
+    row, output, split = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, PADDED), tl.program_id(1)
+    product, square = tl.zeros((ROWS, PADDED), tl.float32), tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(0, SPAN, COLUMNS):
+        column = split * SPAN + start + tl.arange(0, COLUMNS)
+        inside = column < WIDTH
+        values = tl.load(x + row[:, None] * WIDTH + column[None, :], mask=(row < num_rows)[:, None] & inside[None, :], other=0.0)
+        factor = tl.load(weight + output[None, :] * WIDTH + column[:, None], mask=(output < OUTPUTS)[None, :] & inside[:, None], other=0.0)
+        product = add_product(product, values, factor)
+        wide = values.to(tl.float32)
+        square += wide * wide
+    at = (split.to(tl.int64) * num_rows + row) * (OUTPUTS + 1)
+    tl.store(partial + at[:, None] + output[None, :], product, mask=(row < num_rows)[:, None] & (output < OUTPUTS)[None, :])
+    tl.store(partial + at + OUTPUTS, tl.sum(square, 1), mask=row < num_rows)
+
+
+@triton.jit
+def _sum_splits(partial, at, inside, num_rows, OUTPUTS: tl.constexpr, SPLITS: tl.constexpr):
+    total = tl.load(partial + at, mask=inside, other=0.0)
+    for split in range(1, SPLITS):
+        total += tl.load(partial + split * num_rows * (OUTPUTS + 1) + at, mask=inside, other=0.0)
+    return total
+
+
+@triton.jit
+def _divide_rows(matrix):
+    """Each row [T, n, n] by its sum; then the clamped sums in the matrix's shape, and where they were not clamped."""
+    sums = tl.sum(matrix, 2)[:, :, None].broadcast_to(matrix.shape)
+    clamped = tl.maximum(sums, EPSILON)
+    return tl.div_rn(matrix, clamped), clamped, sums >= EPSILON
+
+
+@triton.jit
+def _divide_columns(matrix):
+    sums = tl.sum(matrix, 1)[:, None, :].broadcast_to(matrix.shape)
+    clamped = tl.maximum(sums, EPSILON)
+    return tl.div_rn(matrix, clamped), clamped, sums >= EPSILON
+
+
+@triton.jit
+def _exponentials(logits, inside):
+    """exp(logits - the row's maximum), 0 outside."""
+    logits = tl.where(inside, logits, float("-inf"))
+    largest = tl.maximum(tl.max(logits, 2), -1e30)  # finite in rows that are fill
+    return tl.exp(logits - largest[:, :, None])
+
+
+@triton.jit
+def _sigmoid(x):
+    return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), 1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _mappings(partial, alpha, bias, projected, root, pre, post, res, num_rows, WIDTH: tl.constexpr, n: tl.constexpr, STREAMS: tl.constexpr,
+              ITERATIONS: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr):
+    """projected [T, O], root = |x| / sqrt(WIDTH) [T], H_pre [T, n], H_post [T, n], H_res [T, n, n] of partial [SPLITS, T, O + 1]."""
+    OUTPUTS: tl.constexpr = n * n + 2 * n
+    row, i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, STREAMS)
+    in_rows, in_gate = row < num_rows, (row < num_rows)[:, None] & (i < n)[None, :]
+    in_matrix = in_gate[:, :, None] & (i < n)[None, None, :]
+    size = tl.sqrt_rn(tl.div_rn(_sum_splits(partial, row * (OUTPUTS + 1) + OUTPUTS, in_rows, num_rows, OUTPUTS, SPLITS),
+                                tl.full((ROWS,), WIDTH, tl.float32)))
+    tl.store(root + row, size, mask=in_rows)
+    inverse = tl.div_rn(tl.full((ROWS,), 1.0, tl.float32), size + EPSILON)
+    for gate in tl.static_range(2):
+        output = gate * n + i
+        product = _sum_splits(partial, row[:, None] * (OUTPUTS + 1) + output[None, :], in_gate, num_rows, OUTPUTS, SPLITS)
+        tl.store(projected + row[:, None] * OUTPUTS + output[None, :], product, mask=in_gate)
+        h = inverse[:, None] * product * tl.load(alpha + gate) + tl.load(bias + output, mask=i < n, other=0.0)[None, :]
+        if gate == 0:
+            tl.store(pre + row[:, None] * n + i[None, :], _sigmoid(h), mask=in_gate)
+        else:
+            tl.store(post + row[:, None] * n + i[None, :], 2 * _sigmoid(h), mask=in_gate)
+    entry = i[:, None] * n + i[None, :]
+    product = _sum_splits(partial, row[:, None, None] * (OUTPUTS + 1) + 2 * n + entry[None, :, :], in_matrix, num_rows, OUTPUTS, SPLITS)
+    tl.store(projected + row[:, None, None] * OUTPUTS + 2 * n + entry[None, :, :], product, mask=in_matrix)
+    bound = tl.load(bias + 2 * n + entry, mask=(i < n)[:, None] & (i < n)[None, :], other=0.0)
+    matrix = _exponentials(inverse[:, None, None] * product * tl.load(alpha + 2) + bound[None, :, :], in_matrix)
+    for _ in range(ITERATIONS):
+        matrix, _sums, _free = _divide_rows(matrix)
+        matrix, _sums, _free = _divide_columns(matrix)
+    tl.store(res + row[:, None, None] * n * n + entry[None, :, :], matrix, mask=in_matrix)
+
+
+@triton.jit
+def _backward_of_sinkhorn(start, grad, inside, ITERATIONS: tl.constexpr):
+    """The gradient of `start`, of which `grad` is that of the matrix after all rounds. All matrices between are kept on chip."""
+    kept, matrix = (), start
+    for _ in tl.static_range(ITERATIONS):
+        matrix, sums, free = _divide_rows(matrix)
+        kept = kept + ((matrix, sums, free),)
+        matrix, sums, free = _divide_columns(matrix)
+        kept = kept + ((matrix, sums, free),)
+    for step in tl.static_range(2 * ITERATIONS):
+        matrix, sums, free = kept[2 * ITERATIONS - 1 - step]
+        # Columns were divided last. A clamped sum is a constant.
+        if step % 2 == 0:
+            along = tl.sum(grad * matrix, 1)[:, None, :].broadcast_to(grad.shape)
+        else:
+            along = tl.sum(grad * matrix, 2)[:, :, None].broadcast_to(grad.shape)
+        # Fill would grow without bound.
+        grad = tl.where(inside, tl.div_rn(grad - tl.where(free, along, 0.0), sums), 0.0)
+    return grad
+
+
+@triton.jit
+def _mappings_backward(projected, root, alpha, bias, dpre, dpost, dres, dprojected, coefficient, partial, num_rows, WIDTH: tl.constexpr,
+                       n: tl.constexpr, STREAMS: tl.constexpr, ITERATIONS: tl.constexpr, ROWS: tl.constexpr):
+    """dprojected [T, O]; coefficient [T], by which x is subtracted from its gradient; partial [programs, O + 3]: dbias, then dalpha."""
+    OUTPUTS: tl.constexpr = n * n + 2 * n
+    row, i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, STREAMS)
+    in_rows, in_gate = row < num_rows, (row < num_rows)[:, None] & (i < n)[None, :]
+    in_matrix = in_gate[:, :, None] & (i < n)[None, None, :]
+    size = tl.load(root + row, mask=in_rows, other=0.0)
+    inverse = tl.div_rn(tl.full((ROWS,), 1.0, tl.float32), size + EPSILON)
+    dinverse, sums = tl.zeros((ROWS,), tl.float32), partial + tl.program_id(0) * (OUTPUTS + 3)
+    for gate in tl.static_range(2):
+        output, factor = gate * n + i, tl.load(alpha + gate)
+        product = tl.load(projected + row[:, None] * OUTPUTS + output[None, :], mask=in_gate, other=0.0)
+        value = _sigmoid(inverse[:, None] * product * factor + tl.load(bias + output, mask=i < n, other=0.0)[None, :])
+        if gate == 0:
+            grad = tl.load(dpre + row[:, None] * n + i[None, :], mask=in_gate, other=0.0)
+        else:
+            grad = 2 * tl.load(dpost + row[:, None] * n + i[None, :], mask=in_gate, other=0.0)
+        dh = grad * value * (1 - value)
+        tl.store(dprojected + row[:, None] * OUTPUTS + output[None, :], dh * factor * inverse[:, None], mask=in_gate)
+        dinverse += tl.sum(dh * product, 1) * factor
+        tl.store(sums + output, tl.sum(dh, 0), mask=i < n)
+        tl.store(sums + OUTPUTS + gate, tl.sum(tl.sum(dh * product, 1) * inverse, 0))
+    entry, factor = i[:, None] * n + i[None, :], tl.load(alpha + 2)
+    inside = (i < n)[:, None] & (i < n)[None, :]
+    product = tl.load(projected + row[:, None, None] * OUTPUTS + 2 * n + entry[None, :, :], mask=in_matrix, other=0.0)
+    bound = tl.load(bias + 2 * n + entry, mask=inside, other=0.0)
+    start = _exponentials(inverse[:, None, None] * product * factor + bound[None, :, :], in_matrix)
+    grad = tl.load(dres + row[:, None, None] * n * n + entry[None, :, :], mask=in_matrix, other=0.0)
+    dh = _backward_of_sinkhorn(start, grad, in_matrix, ITERATIONS) * start
+    tl.store(dprojected + row[:, None, None] * OUTPUTS + 2 * n + entry[None, :, :], dh * factor * inverse[:, None, None], mask=in_matrix)
+    along = tl.sum(tl.sum(dh * product, 2), 1)
+    dinverse += along * factor
+    tl.store(sums + 2 * n + entry, tl.sum(dh, 0), mask=inside)
+    tl.store(sums + OUTPUTS + 2, tl.sum(along * inverse, 0))
+    # d r / d x = -r^2 x / (|x| sqrt(WIDTH)), and nothing where x is zero (rows of fill may be).
+    divisor = tl.where(size > 0, size * WIDTH, 1.0)
+    tl.store(coefficient + row, tl.where(size > 0, tl.div_rn(dinverse * inverse * inverse, divisor), 0.0), mask=in_rows)
+
+
+def mappings(x: Tensor, weight: Tensor, alpha: Tensor, bias: Tensor, num_streams: int,
+             iterations: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """H_pre [T, n], H_post [T, n], H_res [T, n, n], then x W^T [T, O] and |x| / sqrt(nC) [T] of x [T, nC], all fp32."""
+    (num_rows, width), outputs, n = x.shape, len(weight), num_streams
+    shapes = (num_rows, n), (num_rows, n), (num_rows, n, n), (num_rows, outputs), (num_rows,)
+    pre, post, res, projected, root = made = tuple(torch.empty(shape, dtype=torch.float32, device=x.device) for shape in shapes)
+    if num_rows:
+        partial = torch.empty(SPLITS, num_rows, outputs + 1, dtype=torch.float32, device=x.device)
+        span = triton.cdiv(triton.cdiv(width, SPLITS), COLUMNS) * COLUMNS
+        _project[(triton.cdiv(num_rows, ROWS), SPLITS)](
+            x, weight, partial, num_rows, WIDTH=width, OUTPUTS=outputs, PADDED=max(16, next_power_of_2(outputs)), SPAN=span, ROWS=ROWS,
+            COLUMNS=COLUMNS, num_warps=4, num_stages=3)
+        _mappings[(triton.cdiv(num_rows, TOKENS),)](
+            partial, alpha, bias, projected, root, pre, post, res, num_rows, WIDTH=width, n=n, STREAMS=next_power_of_2(n),
+            ITERATIONS=iterations, SPLITS=SPLITS, ROWS=TOKENS, num_warps=4)
+    return made
+
+
+def mappings_backward(projected: Tensor, root: Tensor, alpha: Tensor, bias: Tensor, dpre: Tensor, dpost: Tensor, dres: Tensor, width: int,
+                      iterations: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dprojected [T, O], the coefficient [T] of -x in dx (the norm's part), dalpha [3] and dbias [O], all fp32."""
+    (num_rows, outputs), n = projected.shape, dpre.shape[1]
+    dprojected, coefficient = torch.empty_like(projected), torch.empty_like(root)
+    programs = triton.cdiv(num_rows, TOKENS)
+    if not num_rows:
+        return dprojected, coefficient, torch.zeros_like(alpha), torch.zeros_like(bias)
+    partial = torch.empty(programs, outputs + 3, dtype=torch.float32, device=root.device)
+    _mappings_backward[(programs,)](
+        projected, root, alpha, bias, dpre, dpost, dres, dprojected, coefficient, partial, num_rows, WIDTH=width, n=n,
+        STREAMS=next_power_of_2(n), ITERATIONS=iterations, ROWS=TOKENS, num_warps=4)
+    sums = sum_partials(partial, torch.float32)
+    return dprojected, coefficient, sums[outputs:], sums[:outputs]

@@ -1,0 +1,211 @@
+"""What mHC does with the streams themselves, each number moved once: aggregate (read), merge (write), and their gradients.
+
+Legend: T tokens, n streams, C hidden (HIDDEN); x [T, n*C], streams one after the other. A merge reads (n + 1) C numbers a token and writes
+n C. The formulas, and the same in plain torch, are in transformer/hyper_connection.py.
+"""
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .hyper_connection_mappings import add_product
+from .launch import next_power_of_2
+
+COLUMNS = 1024  # of each stream that a program of 4 warps holds: 8 numbers a thread, 16 bytes of bf16
+SUMMED_COLUMNS = 128  # where a program of one warp holds n^2 + n sums a column besides: 139 registers a thread
+# Of `_read_backward`: tokens and columns of a tile, and the programs that share the tokens. 3 programs of 166 registers fit a processor, so
+# that the 352 for 4 x 2816 columns run at once on 132.
+ROWS, TILE_COLUMNS, SPLITS = 32, 64, 2
+
+
+@triton.jit
+def _load(start, at, inside):
+    return tl.load(start + at, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _aggregate(x, pre, u, HIDDEN: tl.constexpr, n: tl.constexpr, COLUMNS: tl.constexpr):
+    """u [T, C] = H_pre x."""
+    row = tl.program_id(0).to(tl.int64)
+    for start in range(0, HIDDEN, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        inside = column < HIDDEN
+        out = tl.zeros((COLUMNS,), tl.float32)
+        for i in tl.static_range(n):
+            out += tl.load(pre + row * n + i) * _load(x + (row * n + i) * HIDDEN, column, inside)
+        tl.store(u + row * HIDDEN + column, out.to(u.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _read_products(x, du, dpre, HIDDEN: tl.constexpr, n: tl.constexpr, COLUMNS: tl.constexpr):
+    """dpre [T, n]: each stream times du."""
+    row, products = tl.program_id(0).to(tl.int64), ()
+    for _ in tl.static_range(n):
+        products = products + (tl.zeros((COLUMNS,), tl.float32),)
+    for start in range(0, HIDDEN, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        inside = column < HIDDEN
+        grad, sums = _load(du + row * HIDDEN, column, inside), ()
+        for i in tl.static_range(n):
+            sums = sums + (products[i] + _load(x + (row * n + i) * HIDDEN, column, inside) * grad,)
+        products = sums
+    for i in tl.static_range(n):
+        tl.store(dpre + row * n + i, tl.sum(products[i], 0))
+
+
+@triton.jit
+def _read_backward(x, weight, pre, dprojected, coefficient, du, dx, partial, num_rows, num_steps, HIDDEN: tl.constexpr, n: tl.constexpr,
+                   OUTPUTS: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """dx = H_pre^T du + dprojected W - coefficient * x, and partial [SPLITS, O, nC]: dprojected^T x over our share of the tokens.
+
+    Programs of one column of all streams are neighbours, so that du comes from memory once.
+    """
+    stream, split = tl.program_id(0) % n, tl.program_id(1)
+    column, output = (tl.program_id(0) // n) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, PADDED)
+    inside, in_outputs = column < HIDDEN, output < OUTPUTS
+    at = stream * HIDDEN + column
+    in_weight = in_outputs[:, None] & inside[None, :]
+    factor = tl.load(weight + output[:, None] * (n * HIDDEN) + at[None, :], mask=in_weight, other=0.0)
+    dweight = tl.zeros((PADDED, COLUMNS), tl.float32)
+    if x.dtype.element_ty == tl.bfloat16:
+        factor_high = factor.to(tl.bfloat16)
+        factor_low = (factor - factor_high.to(tl.float32)).to(tl.bfloat16)
+    for step in range(0, num_steps):
+        row = (split + step * SPLITS).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+        in_rows = row < num_rows
+        here = in_rows[:, None] & inside[None, :]
+        values = tl.load(x + row[:, None] * (n * HIDDEN) + at[None, :], mask=here, other=0.0)
+        incoming = tl.load(du + row[:, None] * HIDDEN + column[None, :], mask=here, other=0.0).to(tl.float32)
+        grad = tl.load(dprojected + row[:, None] * OUTPUTS + output[None, :], mask=in_rows[:, None] & in_outputs[None, :], other=0.0)
+        gate = tl.load(pre + row * n + stream, mask=in_rows, other=0.0)
+        own = tl.load(coefficient + row, mask=in_rows, other=0.0)
+        out = gate[:, None] * incoming - own[:, None] * values.to(tl.float32)
+        if x.dtype.element_ty == tl.bfloat16:
+            # 16 bits of each factor: dx is rounded to 8.
+            high = grad.to(tl.bfloat16)
+            low = (grad - high.to(tl.float32)).to(tl.bfloat16)
+            out = tl.dot(high, factor_high, tl.dot(high, factor_low, tl.dot(low, factor_high, out)))
+        else:
+            out = tl.dot(grad, factor, out, input_precision="tf32x3")
+        tl.store(dx + row[:, None] * (n * HIDDEN) + at[None, :], out.to(dx.dtype.element_ty), mask=here)
+        dweight = add_product(dweight, tl.trans(grad), values)
+    tl.store(partial + split.to(tl.int64) * OUTPUTS * n * HIDDEN + output[:, None] * (n * HIDDEN) + at[None, :], dweight, mask=in_weight)
+
+
+@triton.jit
+def _merge(x, y, post, res, scale, new, HIDDEN: tl.constexpr, n: tl.constexpr, COLUMNS: tl.constexpr, HAS_SCALE: tl.constexpr):
+    """new [T, nC] = (H_res x + H_post^T y) * scale."""
+    row, mix, gates, factor = tl.program_id(0).to(tl.int64), (), (), 1.0
+    if HAS_SCALE:
+        factor = tl.load(scale + row).to(tl.float32)
+    for i in tl.static_range(n):
+        gates = gates + (tl.load(post + row * n + i) * factor,)
+        for j in tl.static_range(n):
+            mix = mix + (tl.load(res + (row * n + i) * n + j) * factor,)
+    for start in range(0, HIDDEN, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        inside = column < HIDDEN
+        written, streams = _load(y + row * HIDDEN, column, inside), ()
+        for j in tl.static_range(n):
+            streams = streams + (_load(x + (row * n + j) * HIDDEN, column, inside),)
+        for i in tl.static_range(n):
+            out = gates[i] * written
+            for j in tl.static_range(n):
+                out += mix[i * n + j] * streams[j]
+            tl.store(new + (row * n + i) * HIDDEN + column, out.to(new.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _merge_backward(x, y, post, res, scale, grad, dx, dy, dpost, dres, HIDDEN: tl.constexpr, n: tl.constexpr, COLUMNS: tl.constexpr,
+                    HAS_SCALE: tl.constexpr):
+    """dx = H_res^T g, dy = H_post g, dH_post = g y, dH_res = g x^T, with g = grad * scale."""
+    row, mix, gates, dmix, dgates, factor = tl.program_id(0).to(tl.int64), (), (), (), (), 1.0
+    if HAS_SCALE:
+        factor = tl.load(scale + row).to(tl.float32)
+    for i in tl.static_range(n):
+        gates = gates + (tl.load(post + row * n + i),)
+        dgates = dgates + (tl.zeros((COLUMNS,), tl.float32),)
+        for j in tl.static_range(n):
+            mix = mix + (tl.load(res + (row * n + i) * n + j),)
+            dmix = dmix + (tl.zeros((COLUMNS,), tl.float32),)
+    for start in range(0, HIDDEN, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        inside = column < HIDDEN
+        written, above, out = _load(y + row * HIDDEN, column, inside), (), tl.zeros((COLUMNS,), tl.float32)
+        gate_sums, mix_sums = (), ()
+        for i in tl.static_range(n):
+            above = above + (_load(grad + (row * n + i) * HIDDEN, column, inside) * factor,)
+            out += gates[i] * above[i]
+            gate_sums = gate_sums + (dgates[i] + above[i] * written,)
+        tl.store(dy + row * HIDDEN + column, out.to(dy.dtype.element_ty), mask=inside)
+        for j in tl.static_range(n):
+            stream, out = _load(x + (row * n + j) * HIDDEN, column, inside), tl.zeros((COLUMNS,), tl.float32)
+            for i in tl.static_range(n):
+                out += mix[i * n + j] * above[i]
+                mix_sums = mix_sums + (dmix[j * n + i] + above[i] * stream,)  # by column, then row
+            tl.store(dx + (row * n + j) * HIDDEN + column, out.to(dx.dtype.element_ty), mask=inside)
+        dgates, dmix = gate_sums, mix_sums
+    for i in tl.static_range(n):
+        tl.store(dpost + row * n + i, tl.sum(dgates[i], 0))
+        for j in tl.static_range(n):
+            tl.store(dres + (row * n + i) * n + j, tl.sum(dmix[j * n + i], 0))
+
+
+def _columns(hidden: int, most: int) -> int:
+    return min(most, next_power_of_2(hidden))
+
+
+def aggregate(x: Tensor, pre: Tensor) -> Tensor:
+    """u = H_pre x, [T, C] in x's dtype."""
+    (num_rows, width), n = x.shape, pre.shape[1]
+    u = torch.empty(num_rows, width // n, dtype=x.dtype, device=x.device)
+    if num_rows:
+        _aggregate[(num_rows,)](x, pre, u, HIDDEN=width // n, n=n, COLUMNS=_columns(width // n, COLUMNS),
+                                num_warps=4)
+    return u
+
+
+def read_products(x: Tensor, du: Tensor) -> Tensor:
+    """dH_pre [T, n] fp32 from x [T, nC] and du [T, C]."""
+    (num_rows, hidden), n = du.shape, x.shape[1] // du.shape[1]
+    dpre = torch.empty(num_rows, n, dtype=torch.float32, device=x.device)
+    if num_rows:
+        _read_products[(num_rows,)](x, du, dpre, HIDDEN=hidden, n=n, COLUMNS=_columns(hidden, COLUMNS),
+                                    num_warps=4)
+    return dpre
+
+
+def read_backward(x: Tensor, weight: Tensor, pre: Tensor, dprojected: Tensor, coefficient: Tensor, du: Tensor) -> tuple[Tensor, Tensor]:
+    """dx [T, nC] in x's dtype and dweight [O, nC] fp32."""
+    (num_rows, width), n, outputs = x.shape, pre.shape[1], len(weight)
+    dx = torch.empty_like(x)
+    if not num_rows:
+        return dx, torch.zeros_like(weight)
+    partial = torch.empty(SPLITS, outputs, width, dtype=torch.float32, device=x.device)
+    _read_backward[(triton.cdiv(width // n, TILE_COLUMNS) * n, SPLITS)](
+        x, weight, pre, dprojected, coefficient, du, dx, partial, num_rows, triton.cdiv(num_rows, ROWS * SPLITS), HIDDEN=width // n, n=n,
+        OUTPUTS=outputs, PADDED=max(16, next_power_of_2(outputs)), SPLITS=SPLITS, ROWS=ROWS, COLUMNS=TILE_COLUMNS, num_warps=4,
+        num_stages=3)
+    return dx, partial.sum(0)
+
+
+def merge(x: Tensor, y: Tensor, post: Tensor, res: Tensor, scale: Tensor | None) -> Tensor:
+    """(H_res x + H_post^T y) * scale, [T, nC] in x's dtype."""
+    (num_rows, hidden), n, new = y.shape, post.shape[1], torch.empty_like(x)
+    if num_rows:
+        _merge[(num_rows,)](x, y, post, res, scale, new, HIDDEN=hidden, n=n,
+                            COLUMNS=_columns(hidden, COLUMNS), HAS_SCALE=scale is not None, num_warps=4)
+    return new
+
+
+def merge_backward(x: Tensor, y: Tensor, post: Tensor, res: Tensor, scale: Tensor | None,
+                   grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dx and dy in their dtypes, dH_post [T, n] and dH_res [T, n, n] fp32, from the gradient [T, nC] of `merge`'s result."""
+    (num_rows, hidden), n = y.shape, post.shape[1]
+    dx, dy, dpost, dres = made = tuple(torch.empty_like(t) for t in (x, y, post, res))
+    if num_rows:
+        _merge_backward[(num_rows,)](x, y, post, res, scale, grad, dx, dy, dpost, dres, HIDDEN=hidden, n=n,
+                                     COLUMNS=_columns(hidden, SUMMED_COLUMNS), HAS_SCALE=scale is not None, num_warps=1)
+    return made
