@@ -18,7 +18,7 @@ ARRIVAL_ORDER = ("deepep", "hybridep")
 def obstacles(run: RunConfig, device: torch.device, world_size: int, environment: Mapping[str, str]) -> list[str]:
     """Why repeats of the run on `device` need not be bit-equal, each with its remedy; empty if nothing is known to stand against it."""
     found = []
-    dispatcher = run.moe.moe_token_dispatcher_type
+    dispatcher = run.moe.dispatcher
     if dispatcher in ARRIVAL_ORDER:
         found.append(f"--moe-token-dispatcher-type {dispatcher}: its rows come in the order in which they arrive; "
                      "set --moe-token-dispatcher-type alltoall")
