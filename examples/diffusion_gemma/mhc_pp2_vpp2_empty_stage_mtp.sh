@@ -1,87 +1,69 @@
 #!/usr/bin/env bash
-# Trains a DiffusionGemma with gated-delta layers, four residual streams (mHC) and multi-token prediction over an interleaved pipeline
-# with an empty stage, in deterministic mode: repeats are bit-equal, and so is a run that is taken up again.
+# Trains a model with gated-delta layers, four residual streams (mHC) and multi-token prediction over an interleaved pipeline with an empty
+# stage, in deterministic mode: repeats are bit-equal, and so is a run that is taken up again. Four GPUs: PP2 x VPP2, DP2.
 #
-#   SAVE=dir bash examples/diffusion_gemma/mhc_pp2_vpp2_empty_stage_mtp.sh [FLAGS OF pretrain_dllm.py]
+#   SAVE=runs/mhc bash examples/diffusion_gemma/mhc_pp2_vpp2_empty_stage_mtp.sh [FLAGS OF pretrain_dllm.py]
 #
-# Ranks: PP2 x VPP2 (interleaved 1F1B; the third of the four virtual stages is empty) x DP2. On two GPUs: PROCESSES=2, without DP.
-# Model: four layers 2048 wide, the first and the third gated-delta (torch backend), 32 experts, from random weights.
-# Data: generated 9x9 Sudoku puzzles, no download.
-# Takes: 20 steps of 32 puzzles, a checkpoint after the tenth and the last.
+# The third of the four virtual stages is empty. Two processes (PROCESSES=2): without data parallelism.
+# Four layers 2048 wide, of which the first and the third are gated-delta (torch backend), 32 experts, from random weights.
+# Data: generated Sudoku puzzles, 9x9 (4x4 at toy scale), no download. 20 steps with a checkpoint every ten. Measured on GPUs: not yet.
 set -euo pipefail
 NEEDS="SAVE"
 FULL_PROCESSES=4 TOY_PROCESSES=4
 . "$(dirname "$0")/common.sh"
 
+# What --deterministic-mode needs in the environment: cuBLAS without its own choice of workspaces, NCCL with one order of sums.
+export CUBLAS_WORKSPACE_CONFIG=${CUBLAS_WORKSPACE_CONFIG:-:4096:8} NCCL_ALGO=${NCCL_ALGO:-Ring}
+
 MODEL_ARGS=(
   --num-layers 4
   --layer-types "linear,sliding,linear,full"
+  --hidden-size 2048
+  --ffn-hidden-size 2048
+  --num-attention-heads 16
+  --num-query-groups 8
+  --kv-channels 128
+  --num-global-query-groups 2
+  --global-kv-channels 256
+  --num-experts 32
+  --moe-router-topk 4
+  --moe-ffn-hidden-size 512
+  --window-size 128
+  --vocab-size 32768
+  --eos-token-id 1
+  --canvas-length 81
+  --linear-num-key-heads 8
+  --linear-num-value-heads 16
+  --linear-key-head-dim 128
+  --linear-value-head-dim 128
+)
+RESIDUAL_ARGS=(
   --enable-mhc-connections
   --mhc-num-residual-streams 4
   --mtp-num-layers 1
-  --eos-token-id 1
 )
-if [ "$SCALE" = full ]; then
-  MODEL_ARGS+=(
-    --hidden-size 2048
-    --ffn-hidden-size 2048
-    --num-attention-heads 16
-    --num-query-groups 8
-    --kv-channels 128
-    --num-global-query-groups 2
-    --global-kv-channels 256
-    --num-experts 32
-    --moe-router-topk 4
-    --moe-ffn-hidden-size 512
-    --window-size 128
-    --vocab-size 32768
-    --canvas-length 81
-    --linear-num-key-heads 8
-    --linear-num-value-heads 16
-    --linear-key-head-dim 128
-    --linear-value-head-dim 128
-  )
-  DATA_ARGS=(--sudoku-size 9 --seq-length 164)
-  TRAINING_ARGS=(--device cuda --bf16)
-else
-  MODEL_ARGS+=(
-    --hidden-size 64
-    --ffn-hidden-size 96
-    --num-attention-heads 4
-    --num-query-groups 2
-    --kv-channels 16
-    --num-global-query-groups 2
-    --global-kv-channels 32
-    --num-experts 8
-    --moe-router-topk 2
-    --moe-ffn-hidden-size 32
-    --window-size 32
-    --vocab-size 128
-    --canvas-length 16
-    --linear-num-key-heads 2
-    --linear-num-value-heads 4
-    --linear-key-head-dim 16
-    --linear-value-head-dim 16
-  )
-  DATA_ARGS=(--sudoku-size 4 --seq-length 34)
-  TRAINING_ARGS=(--device cpu)
-fi
-DATA_ARGS+=(
+DATA_ARGS=(
   --data-source sudoku
+  --sudoku-size 9
   --sudoku-num-puzzles 2000
   --data-cache-path "$SAVE/puzzles"
+  --seq-length 164
 )
 PARALLEL_ARGS=(
   --pipeline-model-parallel-size 2
   --pipeline-model-parallel-layout "Egt|g||tmL"
 )
-TRAINING_ARGS+=(
+TRAINING_ARGS=(
   --deterministic-mode
   --gdn-kernel-backend torch
-  --seed 1234
+  --bf16
 )
 OPTIMIZER_ARGS=(
   --lr-decay-style constant
+)
+LOGGING_ARGS=(
+  --log-num-zeros-in-grad
+  --save-interval 10
 )
 COURSE_ARGS=(
   --micro-batch-size 4
@@ -89,13 +71,23 @@ COURSE_ARGS=(
   --train-iters 20
   --lr 3e-4
   --lr-warmup-iters 5
-)
-LOGGING_ARGS=(
   --log-interval 1
-  --log-num-zeros-in-grad
-  --save-interval 10
 )
-# What --deterministic-mode needs in the environment: cuBLAS without its own choice of workspaces, NCCL with one order of sums.
-export CUBLAS_WORKSPACE_CONFIG=${CUBLAS_WORKSPACE_CONFIG:-:4096:8} NCCL_ALGO=${NCCL_ALGO:-Ring}
-if [ "$SCALE" = toy ]; then TOY_COURSE_ARGS=("${COURSE_ARGS[@]}" --micro-batch-size 2 --global-batch-size 8); fi
+if [ "$SCALE" = toy ]; then
+  MODEL_ARGS=(
+    "${TOY_MODEL_ARGS[@]}"
+    --num-layers 4
+    --layer-types "linear,sliding,linear,full"
+    --vocab-size 128
+    --eos-token-id 1
+    --num-global-query-groups 2
+    --linear-num-key-heads 2
+    --linear-num-value-heads 4
+    --linear-key-head-dim 16
+    --linear-value-head-dim 16
+  )
+  DATA_ARGS+=(--sudoku-size 4 --seq-length 34)
+  TRAINING_ARGS=(--deterministic-mode)
+fi
+MODEL_ARGS+=("${RESIDUAL_ARGS[@]}")
 run_recipe "$@"
