@@ -153,17 +153,25 @@ def _gated_gradient(dy, weight, gate_up, dgate_up, activated, table, number, D: 
         grad = tl.zeros((ROWS, COLUMNS), tl.float32)
         for at in range(0, D, DEPTH):
             grad = tl.dot(dy.load([row, at]), _weight_tile(weight, expert, column, at, True, COLUMNS, DEPTH), grad)
-        down, across = tl.arange(0, ROWS)[:, None], column + tl.arange(0, COLUMNS)[None, :]
-        inside = (down < rows) & (across < WIDTH)
-        first = row.to(tl.int64) * (2 * WIDTH) + down * (2 * WIDTH) + across
-        gate = tl.load(gate_up + first, mask=inside, other=0.0).to(tl.float32)
-        up = tl.load(gate_up + first + WIDTH, mask=inside, other=0.0).to(tl.float32)
-        value, slope = _gelu(gate)
-        tl.store(dgate_up + first, (grad * up * slope).to(dgate_up.dtype.element_ty), mask=inside)
-        tl.store(dgate_up + first + WIDTH, (grad * value).to(dgate_up.dtype.element_ty), mask=inside)
-        if activated is not None:
-            place = activated + row.to(tl.int64) * WIDTH + down * WIDTH + across
-            tl.store(place, (value * up).to(activated.dtype.element_ty), mask=inside)
+        # Half a tile at a time: gate, up and all that is made of them would not fit the registers beside a whole one.
+        first, second = grad.reshape(ROWS, 2, COLUMNS // 2).permute(0, 2, 1).split()
+        _put_gated(first, gate_up, dgate_up, activated, row, rows, column, WIDTH)
+        _put_gated(second, gate_up, dgate_up, activated, row, rows, column + COLUMNS // 2, WIDTH)
+
+
+@triton.jit
+def _put_gated(grad, gate_up, dgate_up, activated, row, rows, column, WIDTH: tl.constexpr):
+    """From a part of the gradient of gelu(gate) * up, whose first number stands at (row, column)."""
+    down, across = tl.arange(0, grad.shape[0])[:, None], column + tl.arange(0, grad.shape[1])[None, :]
+    inside = (down < rows) & (across < WIDTH)
+    place = row.to(tl.int64) * (2 * WIDTH) + down * (2 * WIDTH) + across
+    gate = tl.load(gate_up + place, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + place + WIDTH, mask=inside, other=0.0).to(tl.float32)
+    value, slope = _gelu(gate)
+    tl.store(dgate_up + place, (grad * up * slope).to(dgate_up.dtype.element_ty), mask=inside)
+    tl.store(dgate_up + place + WIDTH, (grad * value).to(dgate_up.dtype.element_ty), mask=inside)
+    if activated is not None:
+        tl.store(activated + row.to(tl.int64) * WIDTH + down * WIDTH + across, (value * up).to(activated.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -36,7 +36,7 @@ class Tilings:
 TILINGS = Tilings(
     gated=Tiling(128, 128, 64, 8, 3, flatten=True),
     down=Tiling(128, 256, 64, 8, 3, flatten=True),
-    gated_gradient=Tiling(128, 128, 64, 8, 3, programs=2),
+    gated_gradient=Tiling(128, 128, 64, 8, 4, flatten=True),
     rows_gradient=Tiling(128, 256, 64, 8, 3, flatten=True),
     weight_gradient=Tiling(128, 256, 64, 8, 3, flatten=True),
 )
