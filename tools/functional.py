@@ -15,6 +15,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+import torch
+
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 
 from functional_tests.cases import Case, read_cases  # noqa: E402
@@ -44,6 +46,9 @@ def main(argv: list[str] | None = None) -> int:
         cases = read_cases(arguments.only)
         if not cases:
             raise ValueError(f"--only {arguments.only}: no recipe has this in its name")
+        if absent := [case.name for case in cases if case.device == "cuda" and not torch.cuda.is_available()]:
+            print(f"left out, since torch sees no CUDA device: {', '.join(absent)}")
+            cases = [case for case in cases if case.name not in absent]
         act = (lambda case: run_case(case, arguments.repeat)) if arguments.action == "run" else (
             lambda case: record_case(case, verified=not arguments.without_verify))
         failed = [case.name for case in cases if not attempt(case, act)]
