@@ -44,18 +44,21 @@ LEARNING_RATE = 1.5e-4
 
 @dataclass(frozen=True)
 class Case:
-    """A dispatcher, and what is recomputed how."""
+    """A dispatcher, what is recomputed how, and whether there is room for the worst case, so that the host waits for no numbers of rows."""
 
     dispatcher: str
     recomputes: bool = True
     replays: bool = True
+    bounded: bool = False
 
     def __str__(self) -> str:
-        return f"{self.dispatcher}, {('replay' if self.replays else 'no replay') if self.recomputes else 'no recompute'}"
+        recompute = ("replay" if self.replays else "no replay") if self.recomputes else "no recompute"
+        return f"{self.dispatcher}, {recompute}{', bounded' if self.bounded else ''}"
 
 
 CASES = (Case("deepep"), Case("deepep", replays=False), Case("deepep", recomputes=False), Case("alltoall"),
-         Case("alltoall", recomputes=False), Case("allgather"))
+         Case("alltoall", recomputes=False), Case("allgather"), Case("deepep", recomputes=False, bounded=True),
+         Case("alltoall", recomputes=False, bounded=True))
 BY_NAME = {str(case): case for case in CASES}
 ON_CUDA = ("deepep",)
 
@@ -90,22 +93,25 @@ def _run_cases(arguments: argparse.Namespace, context: ParallelContext) -> int:
     device = torch.cuda.get_device_name() if on_gpu else "CPU"
     say(context, f"torch {torch.__version__}, {context.world.size} x {device}, {len(LAYERS)} layers of hidden {config.hidden_size}, "
                  f"{config.num_experts} experts, {arguments.seq_length} tokens a rank")
-    say(context, f"{'case':<24}{'step ms':>9}{'(least':>9}{'most)':>9}{'forward':>9}{'backward':>9}{'optimizer':>10}{'tokens/s':>10}"
+    say(context, f"{'case':<32}{'step ms':>9}{'(least':>9}{'most)':>9}{'forward':>9}{'backward':>9}{'optimizer':>10}{'tokens/s':>10}"
                  f"{'GiB':>7}{'layouts':>9}{'replayed':>9}{'anew':>6}{'first loss':>12}{'last loss':>12}")
-    measured = {}
+    measured, failed = {}, 0
     for case in cases:
         try:
             bench = Bench(case, config, inputs, context)
             measured[case] = bench.measure(repeats=arguments.repeats, tokens=arguments.seq_length * context.world.size)
             if on_gpu and str(case) in arguments.profile_cases:
                 bench.profile()
+            if on_gpu and case.bounded:
+                bench.check_synchronisation()
         except (RuntimeError, ValueError) as error:  # one case must not cost the others their figures
             print(f"{case}, rank {context.world.rank}: FAILED: {error}", flush=True)
+            failed += 1
         bench = None
         gc.collect()
         if on_gpu:
             torch.cuda.empty_cache()
-    return len(cases) - len(measured) + sum(not holds for holds in judge(measured, config.num_layers, context))
+    return failed + sum(not holds for holds in judge(measured, config.num_layers, context))
 
 
 class Bench:
@@ -116,7 +122,8 @@ class Bench:
         training = TrainingConfig(bf16=True, recompute_granularity="full" if case.recomputes else None)
         run = RunConfig(
             model=config, objective=OBJECTIVE, training=training,
-            moe=MoEConfig(moe_token_dispatcher_type=case.dispatcher, moe_recompute_replay=case.replays))
+            moe=MoEConfig(moe_token_dispatcher_type=case.dispatcher, moe_recompute_replay=case.replays,
+                          moe_max_tokens_per_rank=inputs.first_pass.num_tokens if case.bounded else None))
         self.model = build_model(run, context, init=DeviceNormal(context.device))
         self.optimizer = MasterOptimizer(self.model, OptimizerConfig(lr=LEARNING_RATE), context, distributed=True)
         self.clock = Clock(self.model, self.optimizer)
@@ -144,6 +151,18 @@ class Bench:
             prepare()
             self.step()
             say(self.context, f"{self.case}, {title} (rank 0):\n{exposure(profile(self.step)).text()}")
+
+    def check_synchronisation(self) -> None:
+        """RuntimeError, from torch, at the first call in a forward and backward that lets the host wait for the device."""
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            self.optimizer.buckets.last_microbatch()
+            self.model(self.inputs).total.backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        self.optimizer.finish_gradients()
+        self.optimizer.drop_gradients()
+        say(self.context, f"ok     {self.case}: no host synchronisation in forward and backward")
 
     def wait_at_once(self) -> None:
         """Let nothing run beside transfers from now on."""
@@ -229,7 +248,7 @@ class Measured:
         parts = [statistics.median(column) for column in zip(*timed, strict=True)]
         replay = self.steps[-1].result.replay
         hits, misses = ("-", "-") if replay is None else (replay.hits, replay.misses)
-        return (f"{case!s:<24}{self.milliseconds:9.1f}{min(t[0] for t in timed):9.1f}{max(t[0] for t in timed):9.1f}"
+        return (f"{case!s:<32}{self.milliseconds:9.1f}{min(t[0] for t in timed):9.1f}{max(t[0] for t in timed):9.1f}"
                 f"{''.join(f'{part:9.1f}' for part in parts[1:])} {self.tokens / self.milliseconds * 1e3:10.0f}{self.peak_gib:7.1f}"
                 f"{self.exchanges:9d}{hits:>9}{misses:>6}{self.losses[0]:12.6f}{self.losses[-1]:12.6f}")
 
