@@ -59,7 +59,7 @@ TRAINING_ARGS=(
   --bf16
 )
 OPTIMIZER_ARGS=(
-  --lr-decay-style constant
+  --lr-decay-style cosine
 )
 LOGGING_ARGS=(
   --log-num-zeros-in-grad
@@ -70,6 +70,7 @@ COURSE_ARGS=(
   --global-batch-size 32
   --train-iters 20
   --lr 3e-4
+  --min-lr 3e-5
   --lr-warmup-iters 5
   --log-interval 1
 )
