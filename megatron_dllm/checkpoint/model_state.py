@@ -1,6 +1,7 @@
 """A model's tensors by global name: each rank takes its own rectangles, from whatever can give rectangles of whole tensors."""
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Protocol
 
@@ -8,8 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from ..parallel.placement import cut_rectangle
+from .storage import MODEL, kind_of
 
 Offset = tuple[int, ...]
+FINGERPRINT_NUMBERS = 256  # of each tensor
 
 
 class TensorSource(Protocol):
@@ -33,13 +36,18 @@ def whole_tensors_reader(tensors: Mapping[str, Tensor]) -> Callable[[str, Offset
     return lambda name, offset, extent: cut_rectangle(tensors[name].detach(), offset, extent)
 
 
+def every_tensor(name: str) -> bool:
+    """True: a choice of tensors by name that leaves none out."""
+    return True
+
+
 @torch.no_grad()
-def load_tensors(model: nn.Module, source: TensorSource, where: str) -> None:
-    """Read the model's tensors, each rank its rectangles alone, and cast them to the parameters' dtypes.
+def load_tensors(model: nn.Module, source: TensorSource, where: str, *, wanted: Callable[[str], bool] = every_tensor) -> None:
+    """Read the model's tensors, or the `wanted` ones, each rank its rectangles alone, and cast them to the parameters' dtypes.
 
     Tensors that this model does not hold are passed over; ValueError names what is missing or misshapen.
     """
-    held = dict(named_tensors(model))
+    held = {name: tensor for name, tensor in named_tensors(model) if wanted(name)}
     missing = sorted(set(held) - set(source.shapes))
     if missing:
         raise ValueError(f"{where}: {', '.join(missing[:10])} missing ({len(missing)} of {len(held)} tensors)")
@@ -52,6 +60,21 @@ def load_tensors(model: nn.Module, source: TensorSource, where: str) -> None:
             local.copy_(source.read(name, (0,) * len(shape), shape))
         else:
             placement.region(local).copy_(source.read(name, placement.offset, placement.extent))
+
+
+def fingerprint(source: TensorSource, dtype: torch.dtype) -> str:
+    """Tells weights from others: SHA-256 of each tensor's name, shape and first numbers, as held in `dtype`.
+
+    Equal for the same model in a checkpoint of ours and in a transformers directory, whatever their dtypes, and under every layout. Weights
+    that have been trained since differ in some of these numbers.
+    """
+    digest = hashlib.sha256()
+    for name, shape in sorted((name, tuple(shape)) for name, shape in source.shapes.items() if kind_of(name) == MODEL):
+        extent = (*[1] * (len(shape) - 1), min(shape[-1], FINGERPRINT_NUMBERS)) if shape else ()
+        numbers = source.read(name, (0,) * len(shape), extent).to(dtype).double()
+        digest.update(f"{name} {list(shape)} ".encode())
+        digest.update(numbers.cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def load_whole_tensors(model: nn.Module, tensors: Iterable[tuple[str, Tensor]], where: str) -> None:

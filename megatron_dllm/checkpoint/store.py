@@ -41,7 +41,7 @@ Report = Callable[[str], None]
 @dataclass(frozen=True)
 class TrainingState:
     """Where a run stands: finished iterations, rows it has consumed, updates made; what its learning rates follow; and, for people, its
-    layout.
+    layout. `base`, of a checkpoint that holds adapters alone: path and fingerprint of the weights beside which they were trained.
     """
 
     iteration: int
@@ -49,6 +49,7 @@ class TrainingState:
     optimizer_steps: int
     layout: Mapping[str, int] = field(default_factory=dict)
     schedule: Mapping[str, float | int | str] = field(default_factory=dict)
+    base: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -228,7 +229,7 @@ def open_checkpoint(path: Path, *, world: Group | None = None, kinds: Iterable[s
     if problems:
         raise CheckpointError("; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else ""))
     state = read_json(path / STATE)
-    return Checkpoint(path, TrainingState(**{name: state[name] for name in TrainingState.__dataclass_fields__}))
+    return Checkpoint(path, TrainingState(**{name: state[name] for name in TrainingState.__dataclass_fields__ if name in state}))
 
 
 def problems_of(path: Path) -> list[str]:

@@ -93,10 +93,16 @@ class Trainer:
         return cls(run, context, tokenizer, sources, train, valid, model, build_pipeline(model, run), optimizer,
                    LearningRateSchedule.from_config(run.optimizer, total), total, Path(folder) if folder else None)
 
+    @property
+    def has_adapters(self) -> bool:
+        """Whether adapters are trained beside a frozen model."""
+        return self.run.lora.lora_rank is not None
+
     def fit(self) -> None:
         """Train to the last iteration, or until a stop is asked for."""
         rank, training = self.context.world.rank, self.run.training
-        start = restore(self)
+        restored = restore(self)
+        start = restored.iteration
         with (RunStatus(self.run_dir, rank=rank, total_iterations=self.total_iterations, iteration=start) as status,
               RunLogger(self.run_dir, self.run.logging, rank=rank, total_iterations=self.total_iterations, resumed_iteration=start,
                         arguments=to_flags(self.run)) as logger,
@@ -110,7 +116,7 @@ class Trainer:
             graphs = None
             if training.cuda_graph_impl == "local":
                 graphs = graphed(self.model, limit=training.cuda_graph_limit, message=logger.message)
-            saver = Saver(self, logger, status)
+            saver = Saver(self, logger, status, restored.base)
             policy = StopPolicy(training.exit_interval, training.exit_duration_in_mins, time.monotonic())
             meter = Throughput(num_devices=self.context.world.size, peak=self._peak(), with_operations=self.run.logging.log_throughput)
             spikes, ranks = NormSpikes(self.run.logging.log_grad_norm_spike), RankTimes(self.context)

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,13 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoint import store
-from ..checkpoint.model_state import load_tensors, named_tensors
+from ..checkpoint.model_state import TensorSource, fingerprint, load_tensors, named_tensors
 from ..checkpoint.retention import Retention
 from ..checkpoint.save import CheckpointWriter, SaveOutcome, describe_bytes
 from ..checkpoint.shards import Shard
 from ..checkpoint.storage import MODEL
 from ..config import to_arguments_text
 from ..models.diffusion_gemma.huggingface import Offset
+from ..models.diffusion_gemma.loading import stored_run
+from ..models.diffusion_gemma.lora import is_base
 from ..models.diffusion_gemma.transformers_directory import CONFIG, TransformersDirectory
 from ..models.diffusion_gemma.transformers_export import Export, save_assets
 from ..parallel.gathering import gather_whole
@@ -32,24 +34,67 @@ ASSETS = "assets"  # what an export of the run carries through: beside its check
 BEST = "best"
 
 
-def restore(trainer: Trainer) -> int:
-    """Load --load's newest valid checkpoint, or else --pretrained-checkpoint's weights; the iteration to go on from."""
+@dataclass(frozen=True)
+class Restored:
+    """Where a run goes on: the iteration, and what its adapters stand beside (TrainingState.base; empty without adapters)."""
+
+    iteration: int
+    base: Mapping[str, str]
+
+
+def restore(trainer: Trainer) -> Restored:
+    """Load --load's newest valid checkpoint, or else --pretrained-checkpoint's weights. Adapters take both."""
     options, world = trainer.run.checkpoint, trainer.context.world
+    found = None
     if options.load:
         folder = Path(options.load)
         found = store.find_newest(folder, lambda text: _say(trainer, text), world=world)
-        if found is not None:
-            _resume(trainer, found)
-            _say(trainer, f"resuming from {found.path}, iteration {found.state.iteration}")
-            return found.state.iteration
-        if store.checkpoints_in(folder):
+        if found is None and store.checkpoints_in(folder):
             raise ValueError(f"--load {folder}: none of its checkpoints is valid (see above); to start anew, move them away, or name "
                              "another folder")
-        _say(trainer, f"--load {folder} holds no checkpoint: starting "
-             + (f"from --pretrained-checkpoint {options.pretrained_checkpoint}" if options.pretrained_checkpoint else "at random"))
-    if options.pretrained_checkpoint:
-        _load_pretrained(trainer, Path(options.pretrained_checkpoint))
-    return 0
+        if found is None:
+            _say(trainer, f"--load {folder} holds no checkpoint: starting "
+                 + (f"from --pretrained-checkpoint {options.pretrained_checkpoint}" if options.pretrained_checkpoint else "at random"))
+    base = _start(trainer) if found is None or trainer.has_adapters else {}
+    if found is None:
+        return Restored(0, base)
+    _check_adapters(trainer, found, base)
+    _resume(trainer, found)
+    _say(trainer, f"resuming from {found.path}, iteration {found.state.iteration}")
+    return Restored(found.state.iteration, base)
+
+
+def _start(trainer: Trainer) -> Mapping[str, str]:
+    """Take the weights of --pretrained-checkpoint, if there is one; what adapters then stand beside."""
+    run, path = trainer.run, trainer.run.checkpoint.pretrained_checkpoint
+    source = _load_pretrained(trainer, Path(path)) if path else None
+    if not trainer.has_adapters:
+        return {}
+    if source is None:
+        return {"path": "", "fingerprint": f"random weights of --seed {run.training.seed}, --init-method-std {run.model.init_method_std}"}
+    return {"path": str(Path(path).resolve()), "fingerprint": fingerprint(source, trainer.model.dtype)}
+
+
+def _check_adapters(trainer: Trainer, found: store.Checkpoint, base: Mapping[str, str]) -> None:
+    """ValueError where a checkpoint holds adapters and the run has none, or others, or the other way round; or stands beside other weights.
+    """
+    if trainer.has_adapters and not found.state.base:
+        raise ValueError(f"checkpoint {found.path} holds a whole model, and --lora-rank asks for adapters beside one: give it as "
+                         "--pretrained-checkpoint, and another folder as --load and --save")
+    theirs = found.state.base
+    if not trainer.has_adapters and theirs:
+        raise ValueError(f"checkpoint {found.path} holds adapters alone, beside {theirs['path'] or 'random weights'}: resume with "
+                         "--lora-rank, or merge them (tools/checkpoint.py merge-adapters) and give the result as --pretrained-checkpoint")
+    if not trainer.has_adapters:
+        return
+    stored, ours = asdict(stored_run(found).lora), asdict(trainer.run.lora)
+    changed = [f"--{name.replace('_', '-')} {stored[name]} became {value}" for name, value in ours.items() if stored[name] != value]
+    if changed:
+        raise ValueError(f"checkpoint {found.path} holds other adapters: {', '.join(changed)}; give the values of the run again")
+    if theirs["fingerprint"] != base["fingerprint"]:
+        raise ValueError(f"checkpoint {found.path} holds adapters of {theirs['path'] or theirs['fingerprint']}; this run's weights are "
+                         f"others: {base['path'] or base['fingerprint']} (fingerprints {theirs['fingerprint'][:12]} and "
+                         f"{base['fingerprint'][:12]}). Give those that they were trained with as --pretrained-checkpoint")
 
 
 def _resume(trainer: Trainer, found: store.Checkpoint) -> None:
@@ -87,34 +132,40 @@ def schedule_values(trainer: Trainer) -> dict[str, float | int | str]:
 
 
 def state_shards(trainer: Trainer) -> Iterator[Shard]:
-    """What this rank holds of a checkpoint: parameters and buffers, trained ones as their masters, and moments."""
+    """What this rank holds of a checkpoint: parameters and buffers, trained ones as their masters, and moments; of a run with
+    adapters, these alone.
+    """
     trained = trainer.optimizer.parameters
-    for name, tensor in named_tensors(trainer.model):
+    for name, tensor in named_tensors(trainer.model) if not trainer.has_adapters else ():
         if name not in trained:
             yield Shard.placed(name, tensor, tensor.placement if isinstance(tensor, nn.Parameter) else None)
     yield from trainer.optimizer.shards()
 
 
-def _load_pretrained(trainer: Trainer, path: Path) -> None:
-    """Each rank reads its own rectangles alone."""
+def _load_pretrained(trainer: Trainer, path: Path) -> TensorSource:
+    """Each rank reads its own rectangles alone; where from."""
     assets, world = _assets_folder(trainer), trainer.context.world
     keeps_assets = assets is not None and world.rank == 0 and not assets.exists()
     if (path / CONFIG).is_file():
         source = TransformersDirectory.open(path)
-        load_tensors(trainer.model, source, str(path))
+        load_tensors(trainer.model, source, str(path), wanted=is_base)
         if keeps_assets:
             save_assets(source, assets)
     else:
-        found = (store.open_checkpoint(path, world=world, kinds=(MODEL,)) if path.name.startswith("iter_") else
-                 store.find_newest(path, lambda text: _say(trainer, text), world=world, kinds=(MODEL,)))
-        if found is None:
+        source = (store.open_checkpoint(path, world=world, kinds=(MODEL,)) if path.name.startswith("iter_") else
+                  store.find_newest(path, lambda text: _say(trainer, text), world=world, kinds=(MODEL,)))
+        if source is None:
             raise ValueError(f"--pretrained-checkpoint {path} holds neither a transformers model nor a valid checkpoint of ours")
-        found.check_all_held((name for name, _ in named_tensors(trainer.model)), world, kinds=(MODEL,))
-        load_tensors(trainer.model, found, str(found.path))
-        if keeps_assets and (found.path.parent / ASSETS).is_dir():
-            shutil.copytree(found.path.parent / ASSETS, assets)
+        if source.state.base:
+            raise ValueError(f"--pretrained-checkpoint {source.path} holds adapters alone; merge them with their base first "
+                             "(tools/checkpoint.py merge-adapters)")
+        source.check_all_held((name for name, _ in named_tensors(trainer.model)), world, kinds=(MODEL,))
+        load_tensors(trainer.model, source, str(source.path), wanted=is_base)
+        if keeps_assets and (source.path.parent / ASSETS).is_dir():
+            shutil.copytree(source.path.parent / ASSETS, assets)
     trainer.optimizer.refresh_masters()
     _say(trainer, f"starting from the weights of {path}")
+    return source
 
 
 def _say(trainer: Trainer, text: str) -> None:
@@ -133,8 +184,8 @@ class Saver:
     A save that fails on the way is reported, and the run goes on; one at its end raises.
     """
 
-    def __init__(self, trainer: Trainer, logger: RunLogger, status: RunStatus):
-        self.trainer, self.logger, self.status, self.options = trainer, logger, status, trainer.run.checkpoint
+    def __init__(self, trainer: Trainer, logger: RunLogger, status: RunStatus, base: Mapping[str, str]):
+        self.trainer, self.logger, self.status, self.options, self.base = trainer, logger, status, trainer.run.checkpoint, base
         self.is_main = trainer.context.world.rank == 0
         self.saved: Path | None = None
         self.iteration = 0
@@ -211,6 +262,7 @@ class Saver:
 
     def save(self, iteration: int) -> None:
         """Save now; in the background with --async-save."""
+        self.trainer.optimizer.finish_gathers()
         self._tell_all(self.writer.save(self._state(iteration), state_shards(self.trainer), to_arguments_text(self.trainer.run)))
 
     def _tell_all(self, outcomes: list[SaveOutcome]) -> None:
@@ -230,10 +282,12 @@ class Saver:
         trainer, context = self.trainer, self.trainer.context
         layout = {axis: context.group(axis).size for axis in ("tp", "cp", "dp", "pp", "ep", "etp", "edp")}
         return store.TrainingState(
-            iteration, iteration * trainer.run.training.global_batch_size, trainer.optimizer.num_steps, layout, schedule_values(trainer))
+            iteration, iteration * trainer.run.training.global_batch_size, trainer.optimizer.num_steps, layout, schedule_values(trainer),
+            self.base)
 
     def export(self, iteration: int, path: Path) -> None:
         """Write a transformers directory in the dtype that the run computes in; ranks give their parts of each tensor as it is due."""
+        self.trainer.optimizer.finish_gathers()
         run, assets = self.trainer.run, _assets_folder(self.trainer)
         gathered = _GatheredTensors(self.trainer)
         assets = assets if assets is not None and assets.is_dir() else None
@@ -266,9 +320,11 @@ class _GatheredTensors:
 
 
 def checkpoint_bytes(trainer: Trainer) -> int:
-    """Size of a checkpoint after the first step: trained parameters with two moments, all in fp32 at least."""
+    """Size of a checkpoint after the first step: trained parameters with two moments, all in fp32 at least, and what else it holds."""
     trained, size = trainer.optimizer.parameters, 0
     for name, tensor in named_tensors(trainer.model):
+        if trainer.has_adapters and name not in trained:
+            continue
         elements = torch.Size(getattr(tensor, "placement", tensor).shape).numel()
         size += elements * (3 * max(tensor.itemsize, 4) if name in trained else tensor.itemsize)
     return size

@@ -71,7 +71,7 @@ def load_under(rank: int, layout: str, folder: str, *flags: str) -> Taken:
     kept = pickle.load, torch.load
     pickle.load = torch.load = refuse
     try:
-        assert restore(trainer) == STEPS
+        assert restore(trainer).iteration == STEPS
     finally:
         pickle.load, torch.load = kept
     return take(trainer)

@@ -6,21 +6,23 @@ from pathlib import Path
 import torch
 
 from ...checkpoint import store
-from ...checkpoint.model_state import load_tensors, named_tensors
+from ...checkpoint.model_state import every_tensor, fingerprint, load_tensors, named_tensors
 from ...checkpoint.storage import MODEL
 from ...config import RunConfig, parse
 from ...data.build import build_tokenizer
 from ...data.tokenizers import Tokenizer, open_tokenizer
 from ...parallel import ParallelContext
-from .build import empty_model, load_transformers
+from .build import UNSET, empty_model, load_transformers
+from .lora import add_adapters, is_adapter
 from .model import DiffusionGemma
+from .transformers_directory import CONFIG, TransformersDirectory
 
 
 def load_for_inference(path: str | Path, device: torch.device, dtype: torch.dtype | None = None) -> tuple[DiffusionGemma, Tokenizer]:
     """Model and tokenizer of `path`: a transformers directory, a run's folder (its newest valid checkpoint), or one iteration's folder.
 
-    Without `dtype` the model computes as it did in training: bf16 for a directory, what --bf16 said for a checkpoint of ours. ValueError
-    that names the file for whatever cannot be used.
+    Without `dtype` the model computes as it did in training: bf16 for a directory, what --bf16 said for a checkpoint of ours. Adapters are
+    put beside their base. ValueError that names the file for whatever cannot be used.
     """
     path, context = Path(path), ParallelContext.single(device)
     if (path / "config.json").is_file():
@@ -28,9 +30,14 @@ def load_for_inference(path: str | Path, device: torch.device, dtype: torch.dtyp
         return model, open_tokenizer("HuggingFaceTokenizer", str(path), extra_eos_ids=model.config.eos_token_id)
     found = open_run(path)
     run = stored_run(found)
-    model = empty_model(run.model, context, dtype or (torch.bfloat16 if run.training.bf16 else torch.float32))
+    model = empty_model(run.model, context, dtype or compute_dtype(run))
+    if found.state.base:
+        base = open_base(found)
+        load_tensors(model, base, found.state.base["path"])
+        add_adapters(model, run.lora, UNSET)
+        model.requires_grad_(False)
     found.check_all_held((name for name, _ in named_tensors(model)), kinds=(MODEL,))
-    load_tensors(model, found, str(found.path))
+    load_tensors(model, found, str(found.path), wanted=is_adapter if found.state.base else every_tensor)
     return model, build_tokenizer(run.data, run.model.eos_token_id)
 
 
@@ -47,3 +54,28 @@ def open_run(path: Path) -> store.Checkpoint:
 def stored_run(found: store.Checkpoint) -> RunConfig:
     """The configuration of the run that saved a checkpoint."""
     return parse([f"@{found.path / store.ARGUMENTS}"])
+
+
+def compute_dtype(run: RunConfig) -> torch.dtype:
+    """What a run computes in."""
+    return torch.bfloat16 if run.training.bf16 else torch.float32
+
+
+def open_base(found: store.Checkpoint, path: Path | None = None) -> store.Checkpoint | TransformersDirectory:
+    """The weights beside which a checkpoint's adapters stand: where they were in training, or at `path`.
+
+    ValueError where they are not there, or others than those.
+    """
+    base = found.state.base
+    if not base["path"] and path is None:
+        raise ValueError(f"checkpoint {found.path} holds adapters of {base['fingerprint']}, which no folder holds")
+    path = path or Path(base["path"])
+    if not path.is_dir():
+        raise ValueError(f"checkpoint {found.path} holds adapters of {path}, which is not there; tools/checkpoint.py merge-adapters "
+                         "--base DIR merges them with their base wherever it is now")
+    source = TransformersDirectory.open(path) if (path / CONFIG).is_file() else open_run(path)
+    seen = fingerprint(source, compute_dtype(stored_run(found)))
+    if seen != base["fingerprint"]:
+        raise ValueError(f"{path} holds other weights than those that the adapters of {found.path} were trained with "
+                         f"(fingerprints {seen[:12]} and {base['fingerprint'][:12]})")
+    return source

@@ -6,9 +6,7 @@ gradient or state.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-
-from torch import nn
+from collections.abc import Callable
 
 from ...config import LoRAConfig
 from ...moe.adapters import ExpertAdapter, RouterAdapter
@@ -53,9 +51,9 @@ def is_adapter(name: str) -> bool:
     return re.search(r"adapter\.[ab]$", name) is not None
 
 
-def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The adapters' parameters by global name."""
-    return ((name, parameter) for name, parameter in model.named_parameters() if is_adapter(name))
+def is_base(name: str) -> bool:
+    """Whether a tensor's global name is that of what adapters stand beside."""
+    return not is_adapter(name)
 
 
 def _add_to_column(name: str, linear: ColumnParallelLinear, common: LowRank) -> None:
