@@ -209,6 +209,14 @@ def gated_delta_kernels(backend: str, deterministic: bool) -> Fault | None:
     return Fault(why, "set --gdn-kernel-backend torch", {"gdn_kernel_backend": "torch"})
 
 
+@check("overlap_param_gather", "pipeline_model_parallel_size", "cuda_graph_impl")
+def layers_wait_when_called(overlap: bool, stages: int, graphs: str) -> Fault | None:
+    if not overlap or (stages == 1 and graphs == "none"):
+        return None
+    return Fault("layers wait for their parameters when they are called, which a recorded graph does not do and a pipeline not in order",
+                 "leave --overlap-param-gather out", {"overlap_param_gather": False})
+
+
 NO_GRAPHS = {"cuda_graph_impl": "none"}
 
 

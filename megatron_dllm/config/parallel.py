@@ -40,6 +40,9 @@ class ParallelConfig:
     expert_model_parallel_size: int = flag("Ranks that share the experts.", 1)
     expert_tensor_parallel_size: int = flag("Ranks that share each expert's matrices.", 1)
     use_distributed_optimizer: bool = flag("Share master weights and optimizer state over the data-parallel ranks.", False)
+    overlap_param_gather: bool = flag(
+        "Let the gathering of parameters after a step of --use-distributed-optimizer go on beside the next forward.", False
+    )
     distributed_timeout_minutes: int = flag("Minutes after which a rank that waits for the others gives up and says where it stands.", 10)
 
     @property

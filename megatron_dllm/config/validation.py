@@ -128,6 +128,7 @@ NEEDS = (
     Needs(("profile_step_start", "profile_step_end"), "--profile", lambda run: run.training.profile),
     Needs(("lr_decay_iters", "min_lr"), "an --lr-decay-style that decays", lambda run: run.optimizer.lr_decay_style != "constant"),
     Needs(("lr_wsd_decay_iters", "lr_wsd_decay_style"), "--lr-decay-style WSD", lambda run: run.optimizer.lr_decay_style == "WSD"),
+    Needs(("overlap_param_gather",), "--use-distributed-optimizer", lambda run: run.parallel.use_distributed_optimizer),
     Needs(("sequence_parallel",), "--tensor-model-parallel-size above 1", lambda run: run.parallel.tensor_model_parallel_size > 1),
     Needs(("pipeline_model_parallel_layout", "num_layers_per_virtual_pipeline_stage", "account_for_embedding_in_pipeline_split",
            "account_for_loss_in_pipeline_split", "microbatch_group_size_per_virtual_pipeline_stage", "overlap_p2p_communication",

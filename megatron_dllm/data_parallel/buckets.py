@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -59,7 +60,7 @@ class Piece:
         return self.stop - max(self.start, min(real, self.stop))
 
 
-@dataclass
+@dataclass(eq=False)
 class Bucket:
     """Some parameters of one grid and dtype.
 
@@ -76,6 +77,7 @@ class Bucket:
     weights: Tensor | None
     missing: int = 0  # gradients that the last backward has still to give
     pending: Pending | None = field(default=None, repr=False)
+    gathering: Pending | None = field(default=None, repr=False)
 
     @property
     def own(self) -> slice:
@@ -103,6 +105,17 @@ class Bucket:
         if self.weights is not None and self.group.size > 1:
             self.gradients[self.own].copy_(result)
 
+    def start_gather(self) -> None:
+        """Begin to give all ranks the weights of all ranges, if sharded; `finish_gather` must follow before they are read."""
+        if self.weights is not None and self.group.size > 1:
+            self.gathering = communication.start_all_gather_in_place(self.weights, self.group)
+
+    def finish_gather(self) -> None:
+        """Wait for it, if it is under way (on a GPU the stream waits, not the host)."""
+        if self.gathering is not None:
+            self.gathering.wait()
+            self.gathering = None
+
     def pieces(self) -> Iterator[Piece]:
         """The parameters' parts in our own range."""
         own = self.own
@@ -126,6 +139,7 @@ class GradientBuckets:
         self._main_gradients: list[MainGradient] = []
         self._last = False
         self._started = 0
+        self._awaited: list[Bucket] = []
         for members in _deal(list(parameters), bucket_elements):
             bucket = _make_bucket(members, context, sharded)
             self.buckets.append(bucket)
@@ -191,11 +205,33 @@ class GradientBuckets:
             yield from bucket.pieces()
 
     def gather_parameters(self) -> None:
-        """After each rank has changed its own pieces: give all of them to all."""
-        sharded = [bucket for bucket in self.buckets if bucket.weights is not None and bucket.group.size > 1]
-        gathers = [communication.start_all_gather(bucket.weights[bucket.own], bucket.group) for bucket in sharded]
-        for bucket, gather in zip(sharded, gathers, strict=True):
-            bucket.weights.copy_(gather.wait())
+        """After each rank has changed its own pieces: give all of them to all, in the order in which a forward needs them.
+
+        What `gather_beside_forward` has modules wait for is then still under way.
+        """
+        for bucket in reversed(self.buckets):
+            bucket.start_gather()
+        for bucket in self.buckets:
+            if bucket not in self._awaited:
+                bucket.finish_gather()
+
+    def finish_gathers(self) -> None:
+        """Wait for all parameters: before anything but a forward through the modules reads them."""
+        for bucket in self.buckets:
+            bucket.finish_gather()
+
+    def gather_beside_forward(self, modules: Iterable[nn.Module]) -> None:
+        """Let `gather_parameters` go on while the next forward runs: each of the modules waits for its own parameters when it is called.
+
+        A bucket with a parameter of none of them is waited for at once.
+        """
+        inside = set()
+        for module in modules:
+            own = set(module.parameters())
+            inside |= own
+            waited = [bucket for bucket in self.buckets if own & set(bucket.parameters)]
+            module.register_forward_pre_hook(partial(_finish_gathers, waited))
+        self._awaited = [bucket for bucket in self.buckets if inside.issuperset(bucket.parameters)]
 
     def whole(self, values: Mapping[str, Tensor]) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
         """(name, parameter, tensor of its local shape) from flat values of our pieces by name; gathered over the group if sharded."""
@@ -210,6 +246,11 @@ class GradientBuckets:
                 flat = communication.all_gather(flat[bucket.own], bucket.group)
             for name, parameter, start in zip(bucket.names, bucket.parameters, bucket.places, strict=True):
                 yield name, parameter, flat[start:start + parameter.numel()].view(parameter.shape)
+
+
+def _finish_gathers(buckets: Sequence[Bucket], *_: object) -> None:
+    for bucket in buckets:
+        bucket.finish_gather()
 
 
 def _deal(parameters: Sequence[tuple[str, nn.Parameter]], bucket_elements: int) -> list[list[tuple[str, nn.Parameter]]]:

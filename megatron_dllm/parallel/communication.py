@@ -84,6 +84,20 @@ def start_all_gather(x: Tensor, group: Group, counts: Sequence[int] | None = Non
     return Pending(out, (work,), finish, done, keep=(x,))
 
 
+def start_all_gather_in_place(x: Tensor, group: Group) -> Pending:
+    """Fill in the other ranks' pieces of `x`, R equal ones along dimension 0, of which this rank has written its own. Needs no memory.
+
+    Sends (R - 1) times the bytes of a piece.
+    """
+    if _check(group).size == 1:
+        return Pending(x)
+    assert x.is_contiguous(), f"only a contiguous tensor is gathered in place, strides are {x.stride()}"
+    own = own_slice(x, group)
+    handle = group.handle
+    done = _counted(group, "all_gather", _bytes(own) * (group.size - 1), own)
+    return Pending(x, (_all_gather_single(x, own, group=handle, async_op=True),), on_wait=done)
+
+
 def start_reduce_scatter(x: Tensor, group: Group, counts: Sequence[int] | None = None) -> Pending:
     """Sum `x` over the group; rank r gets the r-th piece of dimension 0 (equal pieces, or of lengths `counts`).
 

@@ -90,6 +90,8 @@ class Trainer:
         model = build_model(run, context)
         folder = run.logging.run_dir or run.checkpoint.save
         optimizer = MasterOptimizer(model, run.optimizer, context, distributed=run.parallel.use_distributed_optimizer)
+        if run.parallel.overlap_param_gather:
+            optimizer.gather_beside_forward(model.layers.values())
         return cls(run, context, tokenizer, sources, train, valid, model, build_pipeline(model, run), optimizer,
                    LearningRateSchedule.from_config(run.optimizer, total), total, Path(folder) if folder else None)
 
@@ -187,6 +189,7 @@ class Trainer:
         if self.valid is None or (iteration % training.eval_interval and iteration != self.total_iterations):
             return
         self.model.eval()
+        self.optimizer.finish_gathers()
         metrics = evaluate(self.model, self.valid, training.eval_iters * training.global_batch_size, self.pipeline)
         logger.log_evaluation(iteration, metrics)
         # No rank of a pipeline has the whole model that generation needs.

@@ -6,7 +6,7 @@ data-parallel rank holds masters and moments of its share of every bucket alone,
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -143,6 +143,14 @@ class MasterOptimizer:
             if not self.algorithm.counts_in_groups:
                 state["step"] = torch.tensor(float(num_steps), device=h.master.device)
             self.torch.state[h.master] = state
+
+    def gather_beside_forward(self, modules: Iterable[nn.Module]) -> None:
+        """Let the gathers after a step go on while the next forward runs through these modules; see `finish_gathers`."""
+        self.buckets.gather_beside_forward(modules)
+
+    def finish_gathers(self) -> None:
+        """Wait for the parameters: before anything but a forward reads them."""
+        self.buckets.finish_gathers()
 
     @torch.no_grad()
     def refresh_parameters(self) -> None:

@@ -179,6 +179,70 @@ def test_distributed_optimizer_steps_as_the_whole_one(world, sizes):
         assert sum(num_held) == plain[0][3]
 
 
+class Parts(nn.Module):
+    """The parameters of Shards in two parts that are called, and one ("plain") that is read directly."""
+
+    def __init__(self, context):
+        super().__init__()
+        self.shards = Shards(context)
+        self.parts = nn.ModuleList(Part(self.shards, names) for names in (("vocabulary", "column", "experts"), ("heads", "norm")))
+
+    def forward(self):
+        """Every element's square, by part: read after the part has been called."""
+        return [part() for part in self.parts] + [self.shards.plain.square().sum()]
+
+
+class Part(nn.Module):
+    def __init__(self, shards, names):
+        super().__init__()
+        for name in names:
+            self.register_parameter(name, getattr(shards, name))
+
+    def forward(self):
+        return sum(parameter.square().sum() for parameter in self.parameters())
+
+
+def overlapped(rank, beside_forward, forget=False):
+    """Sums that three forwards read; gathers under way after each step and after each forward; the whole parameters at the end."""
+    context = create_context(Topology(world=2), rank=rank, device=torch.device("cpu"), sequence_parallel=False)
+    model = Parts(context)
+    optimizer = MasterOptimizer(model, OptimizerConfig(), context, distributed=True, bucket_elements=10)
+    if beside_forward:
+        optimizer.gather_beside_forward(model.parts)
+    if forget:
+        for part in model.parts:
+            part._forward_pre_hooks.clear()
+
+    def under_way():
+        return sum(bucket.gathering is not None for bucket in optimizer.buckets.buckets)
+
+    read, after_step, after_forward = [], [], []
+    for _ in range(3):
+        sums = model()
+        after_forward.append(under_way())
+        read += [value.item() for value in sums]
+        optimizer.buckets.last_microbatch()
+        sum(sums).backward()
+        optimizer.finish_gradients()
+        optimizer.step(0.1, optimizer.grad_norm())
+        after_step.append(under_way())
+    optimizer.finish_gathers()
+    return read, after_step, after_forward, {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def test_gathers_beside_the_forward_change_nothing(world):
+    for (read, none, _, parameters), (ours, after_step, after_forward, our_parameters) in zip(
+            world.run(overlapped, False, size=2), world.run(overlapped, True, size=2), strict=True):
+        assert none == [0, 0, 0] and min(after_step) >= 2 and after_forward == [0, 0, 0]
+        assert read == ours
+        assert all(torch.equal(value, our_parameters[name]) for name, value in parameters.items())
+
+
+def test_a_module_that_does_not_wait_is_seen(world):
+    for _, after_step, after_forward, _ in world.run(overlapped, True, True, size=2):
+        assert after_forward[1:] == after_step[:2] and min(after_step) >= 2
+
+
 def own_times(rank):
     """Metrics of three steps in which rank 1 takes longer until its last backward, and all wait for it after that; and a second drain."""
     ranks = RankTimes(create_context(Topology(world=2), rank=rank, device=torch.device("cpu"), sequence_parallel=False))

@@ -48,6 +48,8 @@ CASES: list[tuple[str, dict, int, str]] = [
     ("canvas_fits", {"seq_length": 15}, 1, "a row of 15 tokens has no room for a canvas of 16; set --seq-length to at least 16"),
     ("schedule_fits", {"canvas_length_schedule": "0:16,5:4000"}, 1, "no room for a canvas of 4000; set --seq-length to at least 4000"),
     ("schedule_fits", {"canvas_length_schedule": "5:16"}, 1, "'5:16': the first entry must start at iteration 0"),
+    ("layers_wait_when_called", {"overlap_param_gather": True, "use_distributed_optimizer": True, "pipeline_model_parallel_size": 2}, 2,
+     "and a pipeline not in order; leave --overlap-param-gather out"),
     ("dense_grid", {"tensor_model_parallel_size": 4, "num_query_groups": 4}, 6, "6 processes do not divide into copies of 4 x 1 x 1 ranks"),
     ("expert_grid", {"expert_model_parallel_size": 8}, 4, "copies of 1 x 8 x 1 ranks of experts; start a multiple of 8"),
     ("heads_over_ranks", {"tensor_model_parallel_size": 8}, 8, "over 8 ranks; set --tensor-model-parallel-size to one of 1, 2, 4"),

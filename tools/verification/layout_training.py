@@ -156,6 +156,8 @@ class Trainer:
         self.optimizer = MasterOptimizer(
             self.model, run.optimizer, self.context, distributed=run.parallel.use_distributed_optimizer, algorithm=self.algorithm,
             bucket_elements=BUCKET_ELEMENTS)
+        if run.parallel.overlap_param_gather:
+            self.optimizer.gather_beside_forward(self.model.layers.values())
         loss_dtype = torch.promote_types(self.dtype, torch.float32)
         self.maker = BatchMaker(run, self.examples, self.examples, Stream.TRAIN, self.context, loss_dtype)
 
@@ -281,6 +283,7 @@ def finish(run: Trainer) -> None:
     while len(run.losses) < STEPS:
         run.gradients()
         run.update()
+    run.optimizer.finish_gathers()
 
 
 def first_gradients(run: Trainer) -> dict[str, Tensor]:
