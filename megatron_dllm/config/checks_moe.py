@@ -31,6 +31,14 @@ def kernels_move_bf16(kind: str, backend: str | None, bf16: bool) -> Fault | Non
     return Fault("its kernels move bf16 rows", "set --bf16, or --moe-token-dispatcher-type alltoall", PLAIN)
 
 
+@check(*DISPATCHER, "hidden_size")
+def kernels_move_aligned_rows(kind: str, backend: str | None, hidden: int) -> Fault | None:
+    if dispatcher_in_use(kind, backend) not in KERNELS or hidden % 8 == 0:
+        return None
+    return Fault("its kernels move rows in pieces of 16 bytes, 8 numbers",
+                 "set --hidden-size to a multiple of 8, or --moe-token-dispatcher-type alltoall", PLAIN)  # fmt: skip
+
+
 @check(*DISPATCHER, "device")
 def kernels_run_on_cuda(kind: str, backend: str | None, device: str) -> Fault | None:
     if dispatcher_in_use(kind, backend) not in KERNELS or device != "cpu":

@@ -96,6 +96,7 @@ CASES: list[tuple[str, dict, int, str]] = [
     ("kernels_need_ranks", DEEPEP | {"expert_model_parallel_size": 1}, 1, "there is one; set --expert-model-parallel-size above 1"),
     ("kernels_send_whole_experts", DEEPEP | {"expert_tensor_parallel_size": 2}, 4, "set --expert-tensor-parallel-size 1, or --moe-token"),
     ("kernels_move_bf16", DEEPEP | {"bf16": False}, 2, "its kernels move bf16 rows; set --bf16, or --moe-token-dispatcher-type alltoall"),
+    ("kernels_move_aligned_rows", DEEPEP | {"hidden_size": 60}, 2, "pieces of 16 bytes, 8 numbers; set --hidden-size to a multiple of 8"),
     ("kernels_run_on_cuda", DEEPEP | {"device": "cpu"}, 2, "run on CUDA devices; set --device cuda, or --moe-token"),
     ("hybridep_cannot_repeat", DEEPEP | {"moe_token_dispatcher_type": "hybridep", "recompute_granularity": "full",
      "moe_recompute_replay": False}, 2, "set --moe-recompute-replay, or leave --recompute-granularity out"),
