@@ -39,7 +39,7 @@ def _forward(gate_up, y, num_rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLU
 
 
 @triton.jit
-def _backward(gate_up, dy, dgate_up, num_rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _backward(gate_up, dy, dgate_up, y, num_rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     row, column, inside = _place(num_rows, WIDTH, ROWS, COLUMNS)
     at = row * (2 * WIDTH) + column
     gate = tl.load(gate_up + at, mask=inside, other=0.0).to(tl.float32)
@@ -48,30 +48,43 @@ def _backward(gate_up, dy, dgate_up, num_rows, WIDTH: tl.constexpr, ROWS: tl.con
     activated, slope = _gelu(gate)
     tl.store(dgate_up + at, (grad * up * slope).to(dgate_up.dtype.element_ty), mask=inside)
     tl.store(dgate_up + at + WIDTH, (grad * activated).to(dgate_up.dtype.element_ty), mask=inside)
+    if y is not None:
+        tl.store(y + row * WIDTH + column, (activated * up).to(y.dtype.element_ty), mask=inside)
 
 
 def _programs(num_rows: int, width: int) -> tuple[int]:
     return (triton.cdiv(num_rows, ROWS) * triton.cdiv(width, COLUMNS),)
 
 
+def value(gate_up: Tensor) -> Tensor:
+    """gelu(gate) * up [N, I] from contiguous gate_up [N, 2, I]."""
+    num_rows, _, width = gate_up.shape
+    y = gate_up.new_empty(num_rows, width)
+    if y.numel():
+        _forward[_programs(num_rows, width)](gate_up, y, num_rows, WIDTH=width, ROWS=ROWS, COLUMNS=COLUMNS)
+    return y
+
+
+def gradient(gate_up: Tensor, dy: Tensor, *, with_value: bool = False) -> tuple[Tensor, Tensor | None]:
+    """(gradient of gate_up [N, 2, I] for that of the value, dy [N, I]; the value again if asked for); contiguous."""
+    num_rows, _, width = gate_up.shape
+    dgate_up, y = torch.empty_like(gate_up), torch.empty_like(dy) if with_value else None
+    if dy.numel():
+        _backward[_programs(num_rows, width)](gate_up, dy, dgate_up, y, num_rows, WIDTH=width, ROWS=ROWS, COLUMNS=COLUMNS)
+    return dgate_up, y
+
+
 class _GatedGelu(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate_up: Tensor) -> Tensor:
         gate_up = gate_up.contiguous()
-        num_rows, _, width = gate_up.shape
-        y = gate_up.new_empty(num_rows, width)
-        if y.numel():
-            _forward[_programs(num_rows, width)](gate_up, y, num_rows, WIDTH=width, ROWS=ROWS, COLUMNS=COLUMNS)
         ctx.save_for_backward(gate_up)
-        return y
+        return value(gate_up)
 
     @staticmethod
     def backward(ctx, dy: Tensor):
         gate_up, = ctx.saved_tensors
-        num_rows, _, width = gate_up.shape
-        dgate_up = torch.empty_like(gate_up)
-        if dy.numel():
-            _backward[_programs(num_rows, width)](gate_up, dy.contiguous(), dgate_up, num_rows, WIDTH=width, ROWS=ROWS, COLUMNS=COLUMNS)
+        dgate_up, _ = gradient(gate_up, dy.contiguous())
         return dgate_up
 
 

@@ -27,6 +27,11 @@ def tile(width: int) -> tuple[int, int, int]:
     return rows, columns, 8 if rows * columns <= TILE else 16
 
 
+def has_large_shared_memory(device: torch.device) -> bool:
+    """Whether `device` moves tiles by itself into 227 KiB of shared memory a processor (sm_90, sm_100), as grouped products want it."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
 @functools.cache
 def processors(device: torch.device) -> int:
     """Multiprocessors of a device; 2 where kernels are interpreted, so that a loop over tiles is one there too."""

@@ -1,5 +1,5 @@
-"""The experts' feed-forwards over rows sorted by expert: fused kernels on CUDA devices, torch's grouped matrix product elsewhere and beside
-adapters, or a loop over experts (the oracle).
+"""The experts' feed-forwards over rows sorted by expert: our kernels on GPUs that suit them, torch's grouped matrix product elsewhere and
+beside adapters, or a loop over experts (the oracle).
 
 Legend: N rows, E experts of this rank, I expert width (of this etp rank), H hidden.
 """
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from ..config import ModelConfig
+from ..kernels.launch import has_large_shared_memory
 from ..parallel import ParallelContext, place
 from ..tensor_parallel.initialization import Init, make_parameter
 from ..tensor_parallel.linear import unadapted
@@ -44,12 +45,17 @@ class Experts(nn.Module):
         self.down = parameter("down", (num_experts, hidden, inner))
         self.gate_up_adapter = self.down_adapter = unadapted
         self.product = choose_product(dtype, hidden, self.down.shape[2], grouped=grouped)
-        self.is_fused = False  # the kernels wait for their measurement on a GPU
+        self.by_kernels = self.product is grouped_linear and has_large_shared_memory(context.device)
 
     @property
     def is_adapted(self) -> bool:
-        """Whether an adapter stands beside a weight; it reads what the fused feed-forward does not keep."""
+        """Whether an adapter stands beside a weight; it reads what the kernels do not keep."""
         return self.gate_up_adapter is not unadapted or self.down_adapter is not unadapted
+
+    @property
+    def backend(self) -> str:
+        """The name of what computes the products."""
+        return "grouped_mlp" if self.by_kernels and not self.is_adapted else self.product.__name__
 
     @property
     def is_trained(self) -> bool:
@@ -61,14 +67,14 @@ class Experts(nn.Module):
 
         N may be more than the sum of counts: nothing is told of the results, or the gradients, of the rows that stand after.
         """
-        if self.is_fused and not self.is_adapted:
-            return fused_mlp(rows, self.gate_up, self.down, counts)
+        if self.backend == "grouped_mlp":
+            return mlp_by_kernels(rows, self.gate_up, self.down, counts)
         hidden = self.gate_up_adapter(self.product(rows, self.gate_up.flatten(1, 2), counts), rows, counts)
         activated = gated_gelu(hidden.unflatten(1, (2, -1)))
         return self.down_adapter(self.product(activated, self.down, counts), activated, counts)
 
 
-def fused_mlp(rows: Tensor, gate_up: Parameter, down: Parameter, counts: Tensor) -> Tensor:
+def mlp_by_kernels(rows: Tensor, gate_up: Parameter, down: Parameter, counts: Tensor) -> Tensor:
     """The feed-forward by our kernels, which add the weights' gradients to their fp32 buffers where there are some."""
     from ..kernels import grouped_mlp as kernel  # Triton is there with CUDA alone
 

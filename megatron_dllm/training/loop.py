@@ -228,8 +228,7 @@ class Trainer:
         for block in list(self.model.layers.values())[:1]:
             logger.message(
                 f"experts: {self.run.moe.dispatcher} over ep {self.context.ep.size}, etp {self.context.etp.size}; "
-                f"products by "
-                f"{block.moe.experts.product.__name__}")
+                f"products by {block.moe.experts.backend}")
         logger.message(f"data: {len(self.sources.train):,} training examples; iterations {start} to {self.total_iterations}")
         if self.run_dir is not None and self.context.world.rank == 0:
             (self.run_dir / "args.txt").write_text(to_arguments_text(self.run), encoding="utf-8")

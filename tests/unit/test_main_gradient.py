@@ -16,12 +16,12 @@ HIDDEN, INNER, NUM_EXPERTS = 16, 8, 3
 USES = {"one": [(2, 0, 3)], "both loops": [(2, 0, 3), (0, 0, 4)], "one without rows": [(2, 1, 1), (0, 0, 0)]}
 
 
-def experts_of(device, *, is_fused):
+def experts_of(device, *, by_kernels):
     """(experts in bf16, their buckets)"""
     config = dataclasses.replace(PRESETS["toy"], hidden_size=HIDDEN, moe_ffn_hidden_size=INNER, num_experts=NUM_EXPERTS)
     context = ParallelContext.single(device)
     experts = Experts("experts", config, context=context, init=Initializer(0, 0.2), dtype=torch.bfloat16)
-    experts.is_fused = is_fused
+    experts.by_kernels = by_kernels
     return experts, GradientBuckets(experts.named_parameters(), context)
 
 
@@ -35,13 +35,13 @@ def run(experts, uses, factor):
 
 @DEVICES
 @pytest.mark.parametrize("uses", USES.values(), ids=USES)
-def test_fused_experts_fill_the_buckets(uses, device):
+def test_kernels_fill_the_buckets(uses, device):
     need_kernels(device)
-    (fused, ours), (plain, wanted) = (experts_of(device, is_fused=is_fused) for is_fused in (True, False))
+    (fast, ours), (plain, wanted) = (experts_of(device, by_kernels=by_kernels) for by_kernels in (True, False))
     for factor in (1.0, 0.5):  # two microbatches
-        for got, want in zip(run(fused, uses, factor), run(plain, uses, factor), strict=True):
+        for got, want in zip(run(fast, uses, factor), run(plain, uses, factor), strict=True):
             assert torch.allclose(got.float(), want.float(), rtol=0, atol=2**-6 * float(want.abs().max()) if want.numel() else 0)
-    assert fused.down.grad is None and fused.gate_up.grad is None
+    assert fast.down.grad is None and fast.gate_up.grad is None
     for ours_piece, piece in zip(ours.pieces(), wanted.pieces(), strict=True):
         assert piece.gradient.any()
         # The plain path rounds the gradient of every backward to bf16, and sums of uses as well.
@@ -51,7 +51,7 @@ def test_fused_experts_fill_the_buckets(uses, device):
 @DEVICES
 def test_a_bucket_is_complete_after_the_last_use(device):
     need_kernels(device)
-    experts, buckets = experts_of(device, is_fused=True)
+    experts, buckets = experts_of(device, by_kernels=True)
     buckets.last_microbatch()
     assert [bucket.missing for bucket in buckets.buckets] == [2]
     run(experts, USES["both loops"], 1.0)
@@ -62,7 +62,7 @@ def test_a_bucket_is_complete_after_the_last_use(device):
 @DEVICES
 def test_what_a_failed_backward_leaves_is_dropped_with_the_gradients(device):
     need_kernels(device)
-    experts, buckets = experts_of(device, is_fused=True)
+    experts, buckets = experts_of(device, by_kernels=True)
 
     def stop(_):
         raise RuntimeError("stop")
@@ -76,6 +76,6 @@ def test_what_a_failed_backward_leaves_is_dropped_with_the_gradients(device):
         y.float().sum().backward()
     buckets.zero()
     run(experts, USES["one"], 1.0)
-    fresh, clean = experts_of(device, is_fused=True)
+    fresh, clean = experts_of(device, by_kernels=True)
     run(fresh, USES["one"], 1.0)
     assert all(torch.equal(a.gradient, b.gradient) for a, b in zip(buckets.pieces(), clean.pieces(), strict=True))
