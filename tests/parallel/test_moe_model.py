@@ -80,3 +80,27 @@ def test_model(world, case):
     for rank, (difference, name, exchanges, forwards) in enumerate(results):
         assert difference <= TOLERANCE, f"rank {rank}, {name}: {difference:.1e}"
         assert exchanges == forwards == 2 * CONFIG.num_layers  # two loops, each layout once, whatever is recomputed
+
+
+def under_way(rank):
+    """Whether tokens are on their way when each half of a layer's dense MLP runs, in two loops: forward, then backward."""
+    context = create_context(Topology(world=2, ep=2), rank=rank, device=torch.device("cpu"), sequence_parallel=False)
+    model, seen = toy_model(context=context), []
+
+    def note(*_):
+        seen.append(sum("all_to_all" in text for text in context.log.under_way.values()))
+
+    def watch(module, _, output):
+        note()
+        output.register_hook(note)
+
+    block = model.layers["0"]
+    for linear in (block.mlp.gate_up, block.mlp.down):
+        linear.register_forward_hook(watch)
+    plan = mixed_plan(2)
+    model(make_inputs(plan, rank, context, second_loop=plan.second_loop(0))).total.backward()
+    return seen
+
+
+def test_both_halves_of_the_dense_mlp_run_beside_transfers(world):
+    assert world.run(under_way, size=2) == [[1] * 8] * 2
