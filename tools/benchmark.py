@@ -16,6 +16,7 @@ SUITES = {
     "scaling": ("scaling", "forward and backward of one global batch on one GPU and on two: dp2, tp2+sp, ep2, cp2"),
     "cpu": ("training", "training steps of the toy beside transformers, on a CPU"),
     "generation": ("generation", "a denoising step of generation beside transformers"),
+    "pipeline": ("pipeline", "PP2 and PP2/VPP2 beside one process, with mHC and without: equal steps, time, bubble"),
     "moe": ("moe", "training steps by dispatcher and recompute over ranks that share experts: time, exchanges, exposed communication"),
 }
 

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from .actions import POST_KINDS, SEND_KINDS, STARTED_BY, Action, Edge, Kind, format_actions
 from .assembly import Schedule
+from .clock import ActionClock
 from .edges import EdgeShapes
 from .p2p import PointToPoint, Post, empty_buffer
 from .progress import Progress
@@ -38,13 +40,15 @@ class Forward:
 
 @dataclass
 class PipelineExecutor:
-    """One rank's stages, by chunk, and its transfers. `after_chunk` is called at each reduction with the chunk's number."""
+    """One rank's stages, by chunk, and its transfers. `after_chunk` is called at each reduction with the chunk's number; a `clock` times
+    the actions."""
 
     stages: Sequence[PipelineStage]
     transport: PointToPoint
     device: torch.device
     after_chunk: Callable[[int], None] = lambda chunk: None
     progress: Progress = field(default_factory=Progress)
+    clock: ActionClock | None = None
 
     def run(self, schedule: Schedule, microbatches: Sequence[Any], shapes: EdgeShapes) -> list[tuple[int, int, Any]]:
         """Execute a step; (microbatch, loop, report) of the last stage's forwards, in this order, none elsewhere.
@@ -58,7 +62,8 @@ class PipelineExecutor:
             for actions in batches(schedule.lists[rank]):
                 self.progress.begin(format_actions(actions))
                 try:
-                    step.execute(actions)
+                    with nullcontext() if self.clock is None else self.clock.around(actions[0]):
+                        step.execute(actions)
                 except RuntimeError as error:  # a transfer whose peer is gone, a collective of a stage, memory
                     raise RuntimeError(f"pipeline rank {rank} of {pipeline.ranks} failed {self.progress}: {error}") from error
                 self.progress.end()

@@ -1,0 +1,294 @@
+"""Pipelines of two ranks beside one process, with mHC (four residual streams) and without: equal steps, time, bubble, what mHC adds.
+
+    torchrun --nproc-per-node 2 tools/benchmark.py --suite pipeline [--width toy|real] [--microbatches 8] [--seq-length 1024]
+
+The released model's widths (toy: the toy's, on a CPU over gloo too) in bf16, from random weights, half of the examples
+self-conditioned by a draw. PP2 and PP2/VPP2 take optimizer steps of the 6-layer model, and forward and backward of the 12-layer one; losses and
+gradient norms must lie as near to one process as twice bf16's own distance, that of one process in bf16 to the same in fp32 on the same
+weights. Bubble: the share of both ranks' time that no compute step fills, measured, and as the schedule has it when messages take no time.
+"""
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from verification.table import Figure, print_figures
+
+from benchmarking.workload import FIRST_TOKEN, DeviceNormal, real_width, toy_width
+from megatron_dllm.config import ModelConfig, ObjectiveConfig, OptimizerConfig, ParallelConfig
+from megatron_dllm.diffusion.batch_plan import RowRequest, fit_example, plan_batch
+from megatron_dllm.diffusion.inputs import MicrobatchInputs, microbatch_inputs
+from megatron_dllm.diffusion.random import DrawKey, Stream
+from megatron_dllm.diffusion.streams import build_streams
+from megatron_dllm.models.diffusion_gemma.model import DiffusionGemma
+from megatron_dllm.models.diffusion_gemma.stages import ModelPipeline
+from megatron_dllm.parallel import ParallelContext, initialize
+from megatron_dllm.parallel.launch import launched
+from megatron_dllm.pipeline import parse_layout
+from megatron_dllm.pipeline.clock import ActionClock, expected_bubble, stage_times
+from megatron_dllm.pipeline.layout import StageLayout, layer_letters
+from megatron_dllm.training.optimizer import MasterOptimizer
+from megatron_dllm.training.step import forward_backward, train_step
+
+PATTERN = ["sliding"] * 5 + ["full"]
+# Layers -> layouts over two ranks, both with as many layers on each.
+LAYOUTS = {6: {"pp2": "Ettt|tttL", "pp2 vpp2": "Et|tt|tt|tL"}, 12: {"pp2": "Et*6|t*6L", "pp2 vpp2": "Ett|t*4|t*4|ttL"}}
+STEPS, TIMED, LEARNING_RATE = 3, 3, 1e-5
+FACTOR = 2.0  # of bf16's own distance
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--width", choices=("toy", "real"), default="real", help="of the model")
+    parser.add_argument("--microbatches", type=int, default=8, help="of a step, one row each")
+    parser.add_argument("--seq-length", type=int, default=1024, help="clean tokens of a row, half of them a prompt")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--layers", type=int, choices=LAYOUTS, action="append", help="only the model of so many layers")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one way of running: losses and gradient norms by step; seconds of a step, and of its forward and backward alone (0: not timed)."""
+
+    losses: list[float]
+    norms: list[float]
+    step: float = 0.0
+    passes: float = 0.0
+
+
+@dataclass(frozen=True)
+class Suite:
+    """What all runs share. `world` is the context of the two ranks, `alone` that of one process on this rank's device."""
+
+    arguments: argparse.Namespace
+    world: ParallelContext
+    alone: ParallelContext
+
+    @property
+    def device(self) -> torch.device:
+        return self.world.device
+
+    def config(self, layers: int, *, mhc: bool) -> ModelConfig:
+        width = {"toy": toy_width, "real": real_width}[self.arguments.width]
+        return dataclasses.replace(width([PATTERN[i % len(PATTERN)] for i in range(layers)]), enable_mhc_connections=mhc)
+
+    def inputs(self, config: ModelConfig, step: int, context: ParallelContext, dtype: torch.dtype) -> list[MicrobatchInputs]:
+        """The microbatches of a step: random tokens, the draws of the step's number."""
+        length, objective = self.arguments.seq_length, ObjectiveConfig()
+        fit = fit_example(length // 2, length - length // 2, seq_length=length, canvas_length=config.canvas_length)
+        rows = [RowRequest([row], [DrawKey(step, Stream.TRAIN, 0, row, 0)], [fit], [False]) for row in range(self.arguments.microbatches)]
+        plan, draw, made = plan_batch(rows, objective, micro_batch_size=1), np.random.default_rng(step), []
+        for number, microbatch in enumerate(plan.microbatches[0]):
+            tokens = [draw.integers(FIRST_TOKEN, config.vocab_size, length) for _ in microbatch.examples]
+            streams = build_streams(microbatch, tokens, objective, plan.denominators, vocab_size=config.vocab_size,
+                                    fill_token=config.fill_token_id)
+            again = context.pp.size > 1 and plan.second_loop(number)
+            made.append(microbatch_inputs(streams, config, dtype=torch.float32, second_loop=again))
+        return made
+
+
+@dataclass(frozen=True)
+class RoundedNormal:
+    """Normal weights of bf16's values whatever the dtype, so that a model in fp32 starts from the same."""
+
+    normal: DeviceNormal
+
+    def __call__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, *, expert: int | None = None) -> Tensor:
+        return self.normal(name, shape, torch.bfloat16, expert=expert).to(dtype)
+
+    def with_std(self, std: float) -> RoundedNormal:
+        return RoundedNormal(self.normal.with_std(std))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the table on rank 0; the number of missed figures."""
+    rank, world = launched()
+    if world != 2:
+        raise SystemExit(f"this suite needs two processes, not {world}: start it by torchrun --nproc-per-node 2")
+    context = initialize(ParallelConfig(pipeline_model_parallel_size=2), device=arguments.device)
+    suite = Suite(arguments, context, ParallelContext.single(context.device))
+    figures, lines, started = [], [], time.monotonic()
+    for layers in arguments.layers or LAYOUTS:
+        plain: dict[str, float] = {}
+        for mhc in (False, True):
+            for figure_or_line in cases(suite, layers, mhc=mhc, plain=plain):
+                (figures if isinstance(figure_or_line, Figure) else lines).append(figure_or_line)
+                if rank == 0:
+                    print(f"{time.monotonic() - started:4.0f} s  {figure_or_line}", flush=True)
+    missed = 0
+    if rank == 0:
+        name = torch.cuda.get_device_name() if suite.device.type == "cuda" else "cpu"
+        print(f"\ntwo ranks, {name}, torch {torch.__version__}, {dist.get_backend()}; {arguments.width} width, {arguments.microbatches} "
+              f"microbatches of {arguments.seq_length} clean tokens; {time.monotonic() - started:.0f} s")
+        print("\n".join(lines))
+        missed = print_figures("pipeline", figures)
+    dist.destroy_process_group()
+    return missed
+
+
+def cases(suite: Suite, layers: int, *, mhc: bool, plain: dict[str, float]) -> Iterator[Figure | str]:
+    """The figures and lines of one model; `plain` keeps the times without mHC for the one with."""
+    config, name = suite.config(layers, mhc=mhc), f"{layers} layers, {'mHC 4' if mhc else 'plain'}"
+    steps = STEPS if layers == min(LAYOUTS) else 0
+    own = own_distance(suite, config)
+    reference = from_rank_0(suite, lambda: one_process(suite, config, torch.bfloat16, steps))
+    yield f"{name}, one process: {describe(reference)}{mhc_adds(plain, f'{layers} one', reference, mhc=mhc)}"
+    for where, text in LAYOUTS[layers].items():
+        layout = parse_layout(text, ranks=2, layers=layer_letters(config.layer_types))
+        found, bubble = pipelined(suite, config, layout, steps)
+        yield f"{name}, {where} ({text}): {describe(found)}{bubble}{mhc_adds(plain, f'{layers} {where}', found, mhc=mhc)}"
+        for what, ours, theirs, limit in (("loss", found.losses, reference.losses, own[0]), ("norm", found.norms, reference.norms, own[1])):
+            far = [relative(a, b) for a, b in zip(ours, theirs, strict=True)]
+            yield Figure(f"{name}, {where}: {what} of {len(ours)} steps against one process", max(far), FACTOR * limit,
+                         f"in the first {far[0]:.2g}; bf16's own distance {limit:.2g}")
+
+
+def relative(a: float, b: float) -> float:
+    return abs(a - b) / abs(b)
+
+
+def describe(outcome: Outcome) -> str:
+    losses, norms = (" ".join(f"{value:.5f}" for value in values) for values in (outcome.losses, outcome.norms))
+    times = f"; step {outcome.step * 1e3:.0f} ms, forward and backward {outcome.passes * 1e3:.0f}" if outcome.step else ""
+    return f"losses {losses}, norms {norms}{times}"
+
+
+def mhc_adds(plain: dict[str, float], key: str, outcome: Outcome, *, mhc: bool) -> str:
+    """What mHC adds to forward and backward, beside the plain run of the same key; nothing where that was not timed."""
+    if not outcome.passes:
+        return ""
+    if not mhc:
+        plain[key] = outcome.passes
+        return ""
+    return f"; mHC adds {100 * (outcome.passes / plain[key] - 1):.1f} %"
+
+
+def own_distance(suite: Suite, config: ModelConfig) -> tuple[float, float]:
+    """How far bf16 is from fp32 in one process: of loss and of gradient norm the largest relative distance over some batches."""
+    low, high = (from_rank_0(suite, lambda dtype=dtype: first_passes(suite, config, dtype)) for dtype in (torch.bfloat16, torch.float32))
+    return max(map(relative, low.losses, high.losses)), max(map(relative, low.norms, high.norms))
+
+
+def first_passes(suite: Suite, config: ModelConfig, dtype: torch.dtype) -> Outcome:
+    """Losses and gradient norms of the first batches, all at the initial weights."""
+    model, optimizer = built(suite, config, dtype, suite.alone)
+    losses, norms = [], []
+    for step in range(STEPS):
+        losses.append(forward_backward(model, optimizer, suite.inputs(config, step, suite.alone, dtype)).total.item())
+        norms.append(optimizer.grad_norm().item())
+        optimizer.drop_gradients()
+    return Outcome(losses, norms)
+
+
+def from_rank_0(suite: Suite, make) -> Outcome:
+    """What rank 0 makes while the other waits."""
+    box = [make() if suite.world.world.rank == 0 else None]
+    release(suite)
+    dist.broadcast_object_list(box, src=0, device=suite.device)
+    return box[0]
+
+
+def release(suite: Suite) -> None:
+    """Give memory back before the next model."""
+    gc.collect()
+    if suite.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def built(suite: Suite, config: ModelConfig, dtype: torch.dtype, context: ParallelContext,
+          layout: StageLayout | None = None) -> tuple[DiffusionGemma, MasterOptimizer]:
+    """The model, or this rank's part, at weights that are nowhere special."""
+    init = RoundedNormal(DeviceNormal(suite.device))
+    part = None if layout is None else layout.part(context.pp.rank)
+    model = DiffusionGemma(config, context=context, init=init, dtype=dtype, part=part)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("connection.alpha"):
+                parameter.fill_(0.7)
+            elif name.endswith("connection.bias"):
+                parameter.copy_(init.with_std(0.5)(name, tuple(parameter.shape), parameter.dtype))
+    return model, MasterOptimizer(model, OptimizerConfig(), context)
+
+
+def one_process(suite: Suite, config: ModelConfig, dtype: torch.dtype, steps: int) -> Outcome:
+    """Optimizer steps and their time; without steps one forward and backward."""
+    model, optimizer = built(suite, config, dtype, suite.alone)
+    return taken(suite, config, model, optimizer, None, suite.alone, steps)
+
+
+def pipelined(suite: Suite, config: ModelConfig, layout: StageLayout, steps: int) -> tuple[Outcome, str]:
+    """The same over the pipeline, and a line about its bubble."""
+    model, optimizer = built(suite, config, torch.bfloat16, suite.world, layout)
+    pipeline = ModelPipeline(model, layout, ParallelConfig(pipeline_model_parallel_size=2))
+    outcome = taken(suite, config, model, optimizer, pipeline, suite.world, steps)
+    bubble = bubbles(suite, pipeline, optimizer, suite.inputs(config, 0, suite.world, torch.bfloat16)) if steps else ""
+    del model, optimizer, pipeline
+    release(suite)
+    return outcome, bubble
+
+
+def taken(suite: Suite, config: ModelConfig, model: DiffusionGemma, optimizer: MasterOptimizer, pipeline: ModelPipeline | None,
+          context: ParallelContext, steps: int) -> Outcome:
+    """`steps` optimizer steps, then timed ones; for 0 steps, one forward and backward."""
+    if steps == 0:
+        terms = forward_backward(model, optimizer, suite.inputs(config, 0, context, model.dtype), pipeline)
+        return Outcome([terms.total.item()], [optimizer.grad_norm().item()])
+    results = [train_step(model, optimizer, suite.inputs(config, step, context, model.dtype), LEARNING_RATE, pipeline=pipeline)
+               for step in range(steps)]
+    inputs, whole, passes = suite.inputs(config, 0, context, model.dtype), [], []
+    for _ in range(TIMED):
+        whole.append(seconds(context, lambda: train_step(model, optimizer, inputs, LEARNING_RATE, pipeline=pipeline)))
+        passes.append(seconds(context, lambda: forward_backward(model, optimizer, inputs, pipeline)))
+        optimizer.drop_gradients()
+    return Outcome([r.loss for r in results], [r.grad_norm for r in results], statistics.median(whole), statistics.median(passes))
+
+
+def seconds(context: ParallelContext, act) -> float:
+    """The longest time that a rank of the context takes, all starting together."""
+    wait(context)
+    start = time.perf_counter()
+    act()
+    if context.device.type == "cuda":
+        torch.cuda.synchronize(context.device)
+    return largest(time.perf_counter() - start, context)
+
+
+def wait(context: ParallelContext) -> None:
+    if context.device.type == "cuda":
+        torch.cuda.synchronize(context.device)
+    if context.world.size > 1:
+        dist.barrier()
+
+
+def largest(value: float, context: ParallelContext) -> float:
+    """The largest of the ranks' values."""
+    if context.world.size == 1:
+        return value
+    found = [0.0] * context.world.size
+    dist.all_gather_object(found, value)
+    return max(found)
+
+
+def bubbles(suite: Suite, pipeline: ModelPipeline, optimizer: MasterOptimizer, inputs: Sequence[MicrobatchInputs]) -> str:
+    """The share of the ranks' time without a compute step, measured and as expected from the steps' own times."""
+    clock, rank = ActionClock(suite.device), suite.world.pp.rank
+    pipeline.executor.clock = clock
+    whole = seconds(suite.world, lambda: pipeline.train(inputs))
+    pipeline.executor.clock = None
+    taken = clock.drain()
+    optimizer.drop_gradients()
+    schedule = pipeline.schedule(tuple(microbatch.second_pass is not None for microbatch in inputs), False)
+    found = [None] * suite.world.world.size
+    dist.all_gather_object(found, (sum(duration for _, duration in taken), stage_times(schedule, rank, taken)))
+    measured = 1 - sum(busy for busy, _ in found) / (whole * len(found))
+    expected, makespan = expected_bubble(schedule, {key: value for _, times in found for key, value in times.items()})
+    return (f"; bubble {100 * measured:.1f} % of {whole * 1e3:.0f} ms, {100 * expected:.1f} % of {makespan * 1e3:.0f} ms by the schedule, "
+            f"{sum(microbatch.second_pass is not None for microbatch in inputs)} of {len(inputs)} microbatches twice")
