@@ -2,10 +2,10 @@
 
     torchrun --nproc-per-node 2 tools/benchmark.py --suite pipeline [--width toy|real] [--microbatches 8] [--seq-length 1024]
 
-The released model's widths (toy: the toy's, on a CPU over gloo too) in bf16, from random weights, half of the examples
-self-conditioned by a draw. PP2 and PP2/VPP2 take optimizer steps of the 6-layer model, and forward and backward of the 12-layer one; losses and
-gradient norms must lie as near to one process as twice bf16's own distance, that of one process in bf16 to the same in fp32 on the same
-weights. Bubble: the share of both ranks' time that no compute step fills, measured, and as the schedule has it when messages take no time.
+The released model's widths (toy: the toy's, on a CPU over gloo too) in bf16, from random weights, half of the examples self-conditioned by
+a draw. PP2 and PP2/VPP2 take optimizer steps of the 6-layer model, and forward and backward of the 12-layer one; losses and gradient norms
+must lie as near to one process as twice bf16's own distance, that of one process in bf16 to the same in fp32 on the same weights. Bubble:
+the share of both ranks' time that no compute step fills, measured, and as the schedule has it when messages take no time.
 """
 from __future__ import annotations
 
