@@ -12,10 +12,8 @@ from torch import Tensor
 
 from . import attention_backward as backward_kernels
 from .attention_forward import forward
-from .attention_tiles import AttentionTiles
+from .attention_tiles import LARGEST_HEAD_DIM, LEAST_HEAD_DIM, AttentionTiles
 from .launch import next_power_of_2
-
-LEAST_HEAD_DIM, LARGEST_HEAD_DIM = 16, 512
 
 
 @dataclass(frozen=True)
@@ -62,11 +60,6 @@ def _within(shape: Shape, tile: int, head_dim: int) -> Shape:
     columns = shape.columns if shape.step == 0 else min(shape.columns, head_dim)
     return replace(shape, rows=min(shape.rows, tile), columns=min(columns, tile) if shape.step == 0 else columns,
                    step=min(shape.step, head_dim, tile))
-
-
-def takes_head_dim(head_dim: int) -> bool:
-    """Whether the kernels take a head dimension: a power of two from 16 to 512."""
-    return LEAST_HEAD_DIM <= head_dim <= LARGEST_HEAD_DIM and head_dim == next_power_of_2(head_dim)
 
 
 def attention_forward(query: Tensor, key: Tensor, value: Tensor, tiles: AttentionTiles,
@@ -171,7 +164,8 @@ def _check(query: Tensor, key: Tensor, value: Tensor, tiles: AttentionTiles) -> 
         f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
     assert len(query) >= tiles.num_queries and len(key) >= tiles.num_keys, \
         f"{len(query)} queries and {len(key)} keys where the tiles are of {tiles.num_queries} and {tiles.num_keys}"
-    assert takes_head_dim(head_dim), f"head dimension {head_dim} is no power of two from {LEAST_HEAD_DIM} to {LARGEST_HEAD_DIM}"
+    assert LEAST_HEAD_DIM <= head_dim <= LARGEST_HEAD_DIM and head_dim == next_power_of_2(head_dim), \
+        f"head dimension {head_dim} is no power of two from {LEAST_HEAD_DIM} to {LARGEST_HEAD_DIM}"
 
 
 def _precision(x: Tensor) -> str:

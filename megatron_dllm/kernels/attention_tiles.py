@@ -27,6 +27,7 @@ TILE = 128
 # The backward holds the probabilities of so many tiles at once: with 16 heads in 16 bits, two times 256 MiB.
 PAIRS_AT_ONCE = 512
 LEAST_LENGTH = 64
+LEAST_HEAD_DIM, LARGEST_HEAD_DIM = 16, 512
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,12 @@ class AttentionTiles:
     def num_slots(self) -> int:
         """Pairs that the backward holds at once."""
         return max(len(chunk.pairs) for chunk in self.chunks)
+
+
+def takes_heads(head_dim: int, dtype: torch.dtype) -> bool:
+    """Whether the kernels are meant for heads of a dimension: a power of two from 16 to 512, in 16 bit (fp32 works, slowly)."""
+    fits = LEAST_HEAD_DIM <= head_dim <= LARGEST_HEAD_DIM and head_dim == next_power_of_2(head_dim)
+    return fits and dtype in (torch.bfloat16, torch.float16)
 
 
 def attention_tiles(bounds: np.ndarray, num_keys: int, device: torch.device, *, tile: int = TILE,

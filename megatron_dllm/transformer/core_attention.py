@@ -1,10 +1,14 @@
-"""softmax(q k^T) v over flat tokens, scale 1: a dense oracle and a fast path that holds no mask of size sequence x sequence.
+"""softmax(q k^T) v over flat tokens, scale 1: a dense oracle and two ways that hold no mask of size sequence x sequence.
+
+    kernels/attention    16 bit on CUDA: tiles from the three integers a query, the same few launches for any batch
+    work groups          everywhere else (a CPU, fp32, float64, odd head dimensions): SDPA on pieces of equal shape
 
 Legend: Q queries, K keys [clean ; canvas], h query heads, g key and value heads (h a multiple of g), d head dimension.
 """
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -12,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ..kernels.attention_tiles import AttentionTiles, attention_tiles, takes_heads
+from ..kernels.launch import takes
 from .attention_work import WorkGroup, work_list
 from .precision import at_least_fp32
 from .rows import Rows, take_distinct
@@ -23,11 +29,40 @@ BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBacke
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """A work list on the device. `order` int64 [Q] puts the outputs of the groups, joined, into query order (None: they are)."""
+    """Who sees whom in one pass, for the layers of one type. Nothing but tensors depends on it, lengths apart.
+
+    tiles        the kernels' lists, the window in them
+    keys         where the keys of the visibility stand, clean and canvas (None: in its order)
+    seen         int64 [3, Q]: first key, past key and canvas id of each query, without the window; canvas_keys int64: of each canvas key
+    """
+
+    tiles: AttentionTiles
+    keys: Rows | None
+    seen: Tensor
+    canvas_keys: Tensor
+    num_clean_keys: int
+    window: int | None
+
+    @cached_property
+    def work(self) -> DeviceWork:
+        """The work groups, made when they are first asked for: on a CUDA device that waits for the device."""
+        visibility = Visibility(*self.seen.cpu().numpy(), self.canvas_keys.cpu().numpy(), self.num_clean_keys)
+        return DeviceWork.of(work_list(visibility, self.window), len(visibility.canvas_id), self.seen.device)
+
+
+@dataclass(frozen=True)
+class DeviceWork:
+    """Work groups on the device. `order` int64 [Q] puts their outputs, joined, into query order (None: they are)."""
 
     groups: tuple[DeviceGroup, ...]
     order: Tensor | None
-    num_queries: int
+
+    @classmethod
+    def of(cls, work: tuple[WorkGroup, ...], num_queries: int, device: torch.device) -> DeviceWork:
+        """`work` of so many queries."""
+        order = torch.cat([torch.from_numpy(group.queries.reshape(-1)) for group in work]) if work else torch.zeros(0, dtype=torch.int64)
+        in_order = torch.equal(order, torch.arange(num_queries))
+        return cls(tuple(_on_device(group, device) for group in work), None if in_order else torch.argsort(order).to(device))
 
 
 @dataclass(frozen=True)
@@ -46,16 +81,13 @@ def attention_plan(visibility: Visibility, window: int | None, device: torch.dev
 
     `key_order` int64 [num_clean_keys] says where the clean keys stand, if not in the visibility's own order.
     """
-    work = work_list(visibility, window)
-    if key_order is not None:
-        canvas = np.arange(len(key_order), len(key_order) + len(visibility.canvas_keys))
-        place = np.concatenate([key_order, canvas])
-        work = tuple(replace(group, keys=place[group.keys]) for group in work)
-    num_queries = len(visibility.canvas_id)
-    order = torch.cat([torch.from_numpy(group.queries.reshape(-1)) for group in work]) if work else torch.zeros(0, dtype=torch.int64)
-    in_order = torch.equal(order, torch.arange(num_queries))
+    num_clean, num_keys = visibility.num_clean_keys, visibility.num_clean_keys + len(visibility.canvas_keys)
+    in_order = key_order is None or np.array_equal(key_order, np.arange(num_clean))
+    places = None if in_order else np.concatenate([key_order, np.arange(num_clean, num_keys)])
+    seen = np.stack([visibility.first_key, visibility.past_key, visibility.canvas_id])
     return AttentionPlan(
-        tuple(_on_device(group, device) for group in work), None if in_order else torch.argsort(order).to(device), num_queries)
+        attention_tiles(visibility.windowed(window).key_intervals(), num_keys, device), None if places is None else Rows.of(places, device),
+        torch.from_numpy(seen).to(device), torch.from_numpy(visibility.canvas_keys).to(device), num_clean, window)
 
 
 def _on_device(group: WorkGroup, device: torch.device) -> DeviceGroup:
@@ -65,12 +97,19 @@ def _on_device(group: WorkGroup, device: torch.device) -> DeviceGroup:
 
 def attend(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> Tensor:
     """[Q, h, d] from query [Q, h, d], key and value [K, g, d]: memory linear in the sequence. Rows after the plan's are fill: zero."""
-    if not plan.groups:
+    num_queries = plan.seen.shape[1]
+    if num_queries == 0:
         return query
-    outputs = [_attend_group(query, key, value, group) for group in plan.groups]
+    if plan.keys is not None:
+        key, value = plan.keys.take(key), plan.keys.take(value)
+    if takes(query, key, value) and takes_heads(query.shape[2], query.dtype):
+        from ..kernels.attention import attention  # Triton is there with CUDA alone
+
+        return attention(query, key, value, plan.tiles)
+    outputs = [_attend_group(query, key, value, group) for group in plan.work.groups]
     merged = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    in_order = merged if plan.order is None else take_distinct(merged, plan.order)
-    num_fill = len(query) - plan.num_queries
+    in_order = merged if plan.work.order is None else take_distinct(merged, plan.work.order)
+    num_fill = len(query) - num_queries
     return F.pad(in_order, (0, 0, 0, 0, 0, num_fill)) if num_fill else in_order
 
 

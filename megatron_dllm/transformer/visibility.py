@@ -48,6 +48,17 @@ class Visibility:
         own = (self.canvas_id[:, None] == self.canvas_keys) & (self.canvas_id[:, None] != CLEAN)
         return np.concatenate([clean, own], axis=1)
 
+    def key_intervals(self) -> np.ndarray:
+        """int64 [Q, 4]: the same as two intervals of flat keys a query, first and past clean key, first and past key of its canvas, whose
+        keys stand together."""
+        ids, first, count = np.unique(self.canvas_keys, return_index=True, return_counts=True)
+        assert (np.diff(self.canvas_keys) != 0).sum() == max(len(ids) - 1, 0), "the keys of a canvas stand apart"
+        own = np.zeros((len(self.canvas_id), 2), np.int64)
+        place = np.searchsorted(ids, self.canvas_id)
+        has_keys = (self.canvas_id != CLEAN) & np.isin(self.canvas_id, ids)
+        own[has_keys] = self.num_clean_keys + np.stack([first, first + count], axis=1)[place[has_keys]]
+        return np.concatenate([np.stack([self.first_key, self.past_key], axis=1), own], axis=1)
+
     def kept_keys(self, queries: np.ndarray) -> np.ndarray:
         """int64: the clean keys that any of the queries (bool [Q]) sees, rising: what a later loop needs of this one."""
         edges = np.zeros(self.num_clean_keys + 1, np.int64)

@@ -54,6 +54,30 @@ def test_a_key_order_moves_the_keys_only():
     assert torch.equal(moved, logical)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize(("heads", "groups", "dim"), [(4, 2, 256), (8, 1, 512), (3, 3, 24)])
+def test_attend_on_a_gpu(window, heads, groups, dim):
+    """The kernels, and where they do not reach (head dimension 24) SDPA; keys that stand elsewhere, and rows of fill."""
+    device = torch.device("cuda")
+    visibility = layout(DOCUMENTS["unequal"], canvas_length=5)
+    inputs = [x.detach().to(device).requires_grad_()
+              for x in random_inputs(visibility, heads=heads, groups=groups, dim=dim, dtype=torch.bfloat16)]
+    query, key, value = inputs
+    order = np.random.default_rng(0).permutation(visibility.num_clean_keys)
+    places = torch.from_numpy(np.concatenate([order, np.arange(len(order), len(key))])).to(device)
+    filled = [torch.cat([x, x[:3]]) for x in inputs]
+    fast = attend(*filled, attention_plan(visibility, window, device, order))
+    assert not fast[len(query):].any()
+    exact = attend_dense(*(x.double() for x in (query, key[places], value[places])), visibility.windowed(window))
+    plain = attend_dense(query, key[places], value[places], visibility.windowed(window))
+    assert (fast[:len(query)] - exact).norm() <= 3 * (plain - exact).norm()  # `plain` rounds its result alone, not its probabilities
+    upstream = torch.randn_like(query)
+    ours = torch.autograd.grad(fast[:len(query)], inputs, upstream)
+    wanted = torch.autograd.grad(exact, inputs, upstream.double())
+    assert all((a.double() - b.double()).norm() <= 2**-6 * b.double().norm() for a, b in zip(ours, wanted, strict=True))
+
+
 def test_no_queries():
     visibility = layout([], canvas_length=3)
     inputs = random_inputs(visibility, heads=2, groups=1, dim=4, dtype=torch.float32)

@@ -58,6 +58,20 @@ def test_windowed_by_hand():
         [0, 0, 0, 0,  1, 0, 0,    0, 0,     1, 1]]
 
 
+def test_key_intervals_by_hand():
+    assert TWO_DOCUMENTS.key_intervals().tolist() == [
+        [0, 1, 0, 0], [0, 2, 0, 0], [0, 3, 0, 0], [0, 4, 0, 0], [4, 5, 0, 0], [4, 6, 0, 0], [4, 7, 0, 0],
+        [0, 2, 7, 9], [0, 2, 7, 9], [4, 5, 9, 11], [4, 5, 9, 11]]
+
+
+def test_key_intervals_of_canvases_without_their_keys():
+    """A rank of context parallelism may have the queries of a canvas and not its keys."""
+    some = Visibility(np.array([0, 1, 2]), np.array([2, 2, 5]), np.array([3, 7, CLEAN]), np.array([3, 3]), 5)
+    assert some.key_intervals().tolist() == [[0, 2, 5, 7], [1, 2, 0, 0], [2, 5, 0, 0]]
+    with pytest.raises(AssertionError, match="stand apart"):
+        Visibility(np.zeros(1), np.ones(1), np.array([3]), np.array([3, 7, 3]), 5).key_intervals()
+
+
 def covered(groups, visibility):
     """The mask that a work list computes; every query must be in exactly one piece."""
     mask, seen = np.zeros_like(visibility.dense()), np.zeros(len(visibility.canvas_id), int)
