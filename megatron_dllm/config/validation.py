@@ -70,7 +70,7 @@ RANGES: dict[str, Range] = {
     **dict.fromkeys(
         ("moe_aux_loss_coeff", "moe_z_loss_coeff",
          "init_method_std", "encoder_loss_weight", "min_lr", "weight_decay", "clip_grad", "entropy_bound", "confidence_threshold",
-         "mhc_init_gating_factor"),
+         "mhc_init_gating_factor", "log_grad_norm_spike"),
         NOT_NEGATIVE,
     ),
     "moe_router_bias_update_rate": POSITIVE,

@@ -15,9 +15,8 @@ from megatron_dllm.data_parallel import Piece, finalize
 from megatron_dllm.data_parallel.buckets import Bucket
 from megatron_dllm.parallel import ParallelContext, Topology, Watchdog, create_context
 from megatron_dllm.parallel.communication import Pending
-from megatron_dllm.parallel.initialize import close
 from megatron_dllm.training.algorithms import adamw, sgd
-from verification.layout_cases import Case
+from verification.layout_cases import Case, Layout
 from verification.layout_training import (
     LEARNING_RATE,
     SMALLEST_SHARE,
@@ -101,17 +100,19 @@ FAULTS: dict[str, tuple[str, Callable[[], AbstractContextManager]]] = {
 }
 
 
-def run_case(case: Case, trace: Computed, base: ParallelContext, compare: Callable[[Case, Computed, ParallelContext, str], Figures],
+def layout_context(layout: Layout, base: ParallelContext) -> ParallelContext:
+    """The groups of a layout over the whole world, which must be of its size."""
+    return create_context(
+        Topology.of(layout.parallel, base.world.size), rank=base.world.rank, device=base.device,
+        sequence_parallel=layout.parallel.sequence_parallel)
+
+
+def run_case(case: Case, trace: Computed, context: ParallelContext, compare: Callable[[Case, Computed, ParallelContext, str], Figures],
              fault: str = "") -> Figures:
-    """Train `case` on all ranks of the world, which must be of its size, and compare; every rank gets the outcome."""
-    context = create_context(
-        Topology.of(case.layout.parallel, base.world.size), rank=base.world.rank, device=base.device,
-        sequence_parallel=case.layout.parallel.sequence_parallel)
+    """Train `case` on all ranks of its layout's context and compare; every rank gets the outcome."""
     with Watchdog(context.log, rank=context.world.rank, seconds=CASE_SECONDS) as watchdog, FAULTS[fault][1]() if fault else nullcontext():
         watchdog.beat(case.name)
-        outcome = compare(case, trace, context, fault)
-    close(context)
-    return outcome
+        return compare(case, trace, context, fault)
 
 
 def compare_wide(case: Case, trace: Trace, context: ParallelContext, fault: str) -> Outcome:

@@ -28,11 +28,12 @@ import torch.distributed as dist
 
 from megatron_dllm.config import ParallelConfig
 from megatron_dllm.parallel import ParallelContext, initialize
+from megatron_dllm.parallel.initialize import close
 from megatron_dllm.parallel.launch import launched
 from verification import canvas_traffic
 from verification.layout_bf16 import LIMIT, TENSOR_LIMIT, LowTrace, compare_low, low_trace
 from verification.layout_cases import LAYOUTS, Case, Layout, covering_array, product
-from verification.layout_compare import FAULTS, compare_wide, run_case
+from verification.layout_compare import FAULTS, compare_wide, layout_context, run_case
 from verification.layout_table import LOW, WIDE, AnyOutcome, cells, header, line, markdown
 from verification.layout_training import Trace, reference_trace
 from verification.table import print_figures
@@ -148,6 +149,7 @@ def run_in_world(arguments: argparse.Namespace) -> int:
     layouts = [layout for layout in LAYOUTS if arguments.only in layout.name and not layout.missing]
     # The array is chosen over all layouts, so that worlds of all sizes together are what one command runs.
     cases = [case for case in _cases(layouts, arguments.full) if case.layout.processes == world.size]
+    cases.sort(key=lambda case: layouts.index(case.layout))
     if arguments.dtype == "bf16":
         cases = [case.without_choice for case in cases]
     planted = [(_first(cases, layout), fault) for fault, (layout, _) in FAULTS.items() if _first(cases, layout)]
@@ -157,9 +159,14 @@ def run_in_world(arguments: argparse.Namespace) -> int:
     outcomes: list[AnyOutcome] = []
     todo = [*((case, "") for case in cases), *planted][arguments.part or 0:]
     traces = share_references([case for case, _ in todo], arguments, base)
+    context = parallel = None
     for case, fault in todo:
         write_results(arguments, world.rank, outcomes, running=case.name)
-        outcome = run_case(case, traces[case.reference], base, compare, fault)
+        if case.layout.parallel != parallel:  # new groups take NCCL a while
+            if context is not None:
+                close(context)
+            context, parallel = layout_context(case.layout, base), case.layout.parallel
+        outcome = run_case(case, traces[case.reference], context, compare, fault)
         outcomes.append(outcome)
         notes = [title, *summary(outcomes, arguments.dtype)]
         if arguments.markdown is not None and world.rank == 0:  # after every case: a job may be cut off
