@@ -39,8 +39,9 @@ def chunked_gated_delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: T
     """
     q, k, v, g, b, state = (at_least_fp32(x) for x in (query, key, value, decay, beta, initial))
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    running, b = g.transpose(1, 2).cumsum(-1), b.transpose(1, 2)[..., None]
     lower = torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool, device=q.device).tril()
+    # A product, since torch refuses cumsum of floats on a GPU where repeats have to be bit-equal.
+    running, b = g.transpose(1, 2) @ lower.mT.to(g.dtype), b.transpose(1, 2)[..., None]
     # Masked before the exponential: above the diagonal it could overflow, and its gradient would be no number.
     between = (running[..., :, None] - running[..., None, :]).masked_fill(~lower, float("-inf")).exp()
     system = (b * between * (k @ k.mT)).tril(-1)  # solved as I + system
