@@ -104,3 +104,12 @@ def after_feed_forward(h: Tensor, a: Tensor, b: Tensor, weight_a: Tensor, weight
     total = rms_norm(rms_norm(_wide(a), weight_a, eps) + rms_norm(_wide(b), weight_b, eps), weight, eps)
     scale = _wide(scalars)[(torch.arange(len(h), device=h.device) >= num_first).long()]
     return ((_wide(h) + total) * scale[:, None]).to(h.dtype)
+
+
+def route(logits: Tensor, scale: Tensor, bias: Tensor | None, choices: int, given: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """(weights, indices, probabilities) [T, k], [T, k], [T, E]: the k most probable experts, with the bias added, and what each gets."""
+    probabilities = torch.softmax(logits, dim=1)
+    score = probabilities if bias is None else probabilities + bias
+    indices = torch.argsort(score, dim=1, descending=True, stable=True)[:, :choices] if given is None else given
+    chosen = torch.stack([probabilities[token, experts] for token, experts in enumerate(indices)]) if len(logits) else logits[:, :choices]
+    return chosen / chosen.sum(1, keepdim=True) * scale[indices], indices, probabilities

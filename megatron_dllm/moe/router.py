@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import ModelConfig
+from ..kernels.launch import takes
 from ..parallel import ParallelContext, place
 from ..tensor_parallel.initialization import Constant, Init, make_parameter
 from ..tensor_parallel.linear import unadapted
@@ -60,12 +61,28 @@ class Router(nn.Module):
     def forward(self, scaled: Tensor, indices: Tensor | None = None) -> Routing:
         """The routing of what `scaled` gives; with `indices` [T, k], which a recompute has from its forward, the weights at these."""
         logits = self.adapter(F.linear(scaled, at_least_fp32(self.weight)), scaled)
-        probabilities = logits.softmax(-1)
-        if indices is None:
-            scores = probabilities.detach()
-            indices = (scores if self.bias is None else scores + self.bias.value).topk(self.topk, dim=-1).indices
-        # Read by index in both cases, so that a replay keeps and computes exactly what the forward did.
-        chosen = probabilities.gather(-1, indices)
-        # Scaled before the gather: the gradient of per_expert_scale[indices] would add [T, k] numbers up in E places, 4 ms for each layer.
-        weights = (probabilities * self.per_expert_scale).gather(-1, indices) / chosen.sum(-1, keepdim=True)
+        bias = None if self.bias is None else self.bias.value
+        weights, indices, probabilities = route(logits, self.per_expert_scale, bias, self.topk, indices)
         return Routing(indices, weights, probabilities, logits)
+
+
+def route(logits: Tensor, scale: Tensor, bias: Tensor | None, choices: int, given: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """(weights [T, k], indices int64 [T, k], probabilities [T, E]) of logits [T, E]; the k largest with `bias` [E], or `given` indices."""
+    if takes(logits, scale, bias) and logits.dtype == torch.float32:
+        from ..kernels import router as kernel  # Triton is there with CUDA alone
+
+        return kernel.route(logits, scale, bias, choices, given)
+    return route_in_torch(logits, scale, bias, choices, given)
+
+
+def route_in_torch(logits: Tensor, scale: Tensor, bias: Tensor | None, choices: int, given: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """`route` without kernels."""
+    probabilities = logits.softmax(-1)
+    indices = given
+    if indices is None:
+        scores = probabilities.detach()
+        indices = (scores if bias is None else scores + bias).topk(choices, dim=-1).indices
+    # Read by index in both cases, so that a replay keeps and computes exactly what the forward did.
+    chosen = probabilities.gather(-1, indices)
+    # Scaled before the gather: the gradient of scale[indices] would add [T, k] numbers up in E places, 4 ms for each layer.
+    return (probabilities * scale).gather(-1, indices) / chosen.sum(-1, keepdim=True), indices, probabilities
