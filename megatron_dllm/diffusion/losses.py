@@ -38,12 +38,9 @@ def loss_terms(cross_entropy: Callable, hidden: Tensor, scored: Scored) -> LossT
         take_distinct(hidden, scored.rows), targets=scored.targets, token_weights=scored.weights, observed=scored.observed,
         bonus=scored.bonus)
 
-    def by_group(values: Tensor) -> Tensor:
-        # One-hot product instead of an atomic add: the same sum on every run.
-        return torch.nn.functional.one_hot(scored.group, NUM_GROUPS).to(values.dtype).T @ values
-
     per_token = result.per_token
-    return LossTerms(
-        result.loss, by_group(per_token * scored.weights.to(per_token.dtype)), by_group(per_token),
-        by_group(result.correct.to(per_token.dtype)),
-        by_group(torch.ones_like(per_token)))
+    values = torch.stack([per_token * scored.weights.to(per_token.dtype), per_token, result.correct.to(per_token.dtype),
+                          torch.ones_like(per_token)])
+    # One-hot product instead of an atomic add: the same sum on every run.
+    one_hot = per_token.new_zeros(len(per_token), NUM_GROUPS).scatter_(1, scored.group[:, None], 1.0)
+    return LossTerms(result.loss, *(values @ one_hot).unbind())
