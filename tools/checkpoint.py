@@ -5,8 +5,9 @@
     python tools/checkpoint.py verify runs/chat [--all]                  every file of the newest (or of all) against its checksum
     python tools/checkpoint.py inspect runs/chat [--tensors PATTERN]     state, flags and tensors of the newest, with simple statistics
     python tools/checkpoint.py merge runs/chat --last 3 --save runs/avg  the mean of the weights of the last 3, as a checkpoint of its own
+    python tools/checkpoint.py merge-adapters runs/lora --save runs/full a run's adapters and their base as one full model
 
-A folder is a run's, or one iteration's (iter_0000100). Nothing is changed but by merge, which writes to a new folder.
+A folder is a run's, or one iteration's (iter_0000100). Nothing is changed but by the last two, which write to a new folder.
 """
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -31,6 +33,10 @@ from megatron_dllm.checkpoint.shards import CheckpointError  # noqa: E402
 from megatron_dllm.checkpoint.storage import MODEL, kind_of, read_json  # noqa: E402
 from megatron_dllm.checkpoint.tensor_files import TensorSpec, row_blocks  # noqa: E402
 from megatron_dllm.checkpoint.weights import write_weights  # noqa: E402
+from megatron_dllm.config import CheckpointConfig, LoRAConfig, RunConfig, to_arguments_text  # noqa: E402
+from megatron_dllm.models.diffusion_gemma.loading import open_base, stored_run  # noqa: E402
+from megatron_dllm.models.diffusion_gemma.peft_format import adapted, with_adapter  # noqa: E402
+from megatron_dllm.models.diffusion_gemma.transformers_directory import TransformersDirectory  # noqa: E402
 from megatron_dllm.training.saving import ASSETS  # noqa: E402
 
 
@@ -40,16 +46,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=summary, epilog=description, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name in ("list", "verify", "inspect", "merge"):
+    acts = {"list": list_checkpoints, "verify": verify_checkpoints, "inspect": inspect_checkpoints, "merge": merge_checkpoints,
+            "merge-adapters": merge_adapters}
+    for name, act in acts.items():
         command = commands.add_parser(name)
         command.add_argument("folder", type=Path)
-        command.set_defaults(act=globals()[f"{name}_checkpoints"])
+        command.set_defaults(act=act)
         if name == "verify":
             command.add_argument("--all", action="store_true", help="Every checkpoint of the run, not the newest alone.")
         if name == "inspect":
             command.add_argument("--tensors", metavar="PATTERN", help="Also tensors whose names match, with mean, deviation and range.")
         if name == "merge":
             command.add_argument("--last", type=int, required=True, metavar="K", help="How many of the newest valid ones.")
+        if name == "merge-adapters":
+            command.add_argument("--base", type=Path, metavar="DIR", help="Where the base is now, ours or transformers'. "
+                                 "(default: where it was in training)")
+        if name.startswith("merge"):
             command.add_argument("--save", type=Path, required=True, metavar="DIR", help="Where to; must not hold a checkpoint yet.")
     arguments = parser.parse_args(argv)
     try:
@@ -76,6 +88,7 @@ def list_checkpoints(arguments: argparse.Namespace) -> int:
             found = store.open_checkpoint(path, kinds=())
             layout = ", ".join(f"{axis} {size}" for axis, size in found.state.layout.items() if size > 1) or "one process"
             told = "whole" if found.has_optimizer else "weights alone"
+            told = f"adapters of {found.state.base['path'] or 'random weights'}" if found.state.base else told
         except CheckpointError as error:
             layout, told = "?", f"NOT VALID: {error}"
         number = int(re.search(r"\d+", path.name)[0])
@@ -103,7 +116,7 @@ def inspect_checkpoints(arguments: argparse.Namespace) -> int:
     found = store.open_checkpoint(folders(arguments.folder)[0], kinds=())
     state = read_json(found.path / store.STATE)
     print(found.path)
-    for name in ("iteration", "consumed_rows", "optimizer_steps", "layout", "schedule", "versions"):
+    for name in ("iteration", "consumed_rows", "optimizer_steps", "layout", "schedule", "base", "versions"):
         print(f"  {name.replace('_', ' '):16} {state.get(name)}")
     for kind in ("model", "optimizer"):
         keys = [key for key in found.shapes if kind_of(key) == kind]
@@ -162,6 +175,40 @@ def merge_checkpoints(arguments: argparse.Namespace) -> int:
         shutil.copytree(newest.path.parent / ASSETS, arguments.save / ASSETS, dirs_exist_ok=True)
     print(f"wrote {written}: the mean of iterations {', '.join(str(source.state.iteration) for source in sources)}")
     return 0
+
+
+def merge_adapters(arguments: argparse.Namespace) -> int:
+    """The base's weights with the adapters added in fp32, block by block, in the base's dtypes: for everything that takes a full model."""
+    if store.checkpoints_in(arguments.save):
+        raise ValueError(f"--save {arguments.save} holds checkpoints already: choose another folder")
+    found = store.open_checkpoint(folders(arguments.folder)[0], kinds=(MODEL,))
+    if not found.state.base:
+        raise ValueError(f"{found.path} holds a full model, not adapters (--lora-rank)")
+    run, base = stored_run(found), open_base(found, arguments.base)
+    specs = [TensorSpec(name, base.dtype(name), tuple(shape)) for name, shape in base.shapes.items() if kind_of(name) == MODEL]
+    arguments.save.mkdir(parents=True, exist_ok=True)
+    check_room(arguments.save, sum(spec.num_bytes for spec in specs))
+    full = replace(run, lora=LoRAConfig(), checkpoint=CheckpointConfig())
+    written = write_weights(arguments.save, store.TrainingState(found.state.iteration, 0, 0), specs,
+                            merged_elements(base, found, specs, run), to_arguments_text(full), lambda done, total: None)
+    if (found.path.parent / ASSETS).is_dir():
+        shutil.copytree(found.path.parent / ASSETS, arguments.save / ASSETS, dirs_exist_ok=True)
+    print(f"wrote {written}: {base.path} with the adapters of {found.path}")
+    return 0
+
+
+def merged_elements(base: store.Checkpoint | TransformersDirectory, adapters: store.Checkpoint, specs: Sequence[TensorSpec],
+                    run: RunConfig) -> Iterator[tuple[str, Tensor]]:
+    """(name, elements) of the base's weights with W + alpha / rank * B A, a block of rows at a time."""
+    starts = {link.ours: start for link, start in adapted(run.model, run.lora)}
+    for spec in specs:
+        start = starts.get(spec.name)
+        a, b = (adapters.read_whole(f"{start}.{part}") for part in "ab") if start else (None, None)
+        for offset, extent in row_blocks(spec.shape, 4):
+            block = base.read(spec.name, offset, extent)
+            if start:
+                block = with_adapter(block, offset, a, b, run.lora.lora_alpha / run.lora.lora_rank)
+            yield spec.name, block.to(spec.dtype)
 
 
 def mean_of(sources: Sequence[store.Checkpoint], specs: Sequence[TensorSpec]) -> Iterator[tuple[str, Tensor]]:

@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""Converts a model: a transformers directory to a checkpoint of ours, or a checkpoint of ours to a transformers directory.
+"""Converts a model: transformers directory to checkpoint of ours, checkpoint of ours to transformers directory, adapters to PEFT's format.
 
     python tools/convert.py --load google/diffusiongemma --save checkpoints/released        (transformers -> ours)
     python tools/convert.py --load runs/chat --save exports/chat                            (ours -> transformers)
+    python tools/convert.py --load runs/lora --save exports/adapters                        (adapters of a LoRA run -> PEFT)
 
 --load is a transformers directory, a run's folder (its newest valid checkpoint) or one iteration's folder, which decides the direction.
 Tensors go through one block at a time, so that memory holds a block and never a model. Vision tower, tokenizer and every other file are
@@ -31,7 +32,8 @@ from megatron_dllm.checkpoint.tensor_files import TensorSpec, row_blocks  # noqa
 from megatron_dllm.checkpoint.weights import write_weights  # noqa: E402
 from megatron_dllm.config import DataConfig, RunConfig, TrainingConfig, to_arguments_text  # noqa: E402
 from megatron_dllm.data.build import build_tokenizer  # noqa: E402
-from megatron_dllm.models.diffusion_gemma.loading import open_run, stored_run  # noqa: E402
+from megatron_dllm.models.diffusion_gemma.loading import compute_dtype, open_run, stored_run  # noqa: E402
+from megatron_dllm.models.diffusion_gemma.peft_format import write_adapters  # noqa: E402
 from megatron_dllm.models.diffusion_gemma.transformers_directory import CONFIG, TransformersDirectory  # noqa: E402
 from megatron_dllm.models.diffusion_gemma.transformers_export import Export, save_assets  # noqa: E402
 from megatron_dllm.training.saving import ASSETS  # noqa: E402
@@ -92,9 +94,14 @@ def import_model(load: Path, save: Path, dtype: str | None) -> Path:
 
 
 def export_model(load: Path, save: Path, dtype: str | None, shard_bytes: int) -> Path:
-    """The newest valid checkpoint of a run as a transformers directory."""
+    """The newest valid checkpoint of a run as a transformers directory; one of adapters as PEFT's."""
     found = open_run(load)
     run, assets = stored_run(found), found.path.parent / ASSETS
+    if found.state.base:
+        held = DTYPES[dtype] if dtype else compute_dtype(run)
+        print(f"converting the adapters of {found.path}")
+        write_adapters(save, run.model, run.lora, found.state.base["path"], lambda name: found.read_whole(name).to(held))
+        return save
     if dtype:
         dtype_of = {name: DTYPES[dtype] for name in found.shapes}.__getitem__
     elif found.state.iteration:  # a run's: its masters are more precise than what it computed with

@@ -20,6 +20,7 @@ from ..config import to_arguments_text
 from ..models.diffusion_gemma.huggingface import Offset
 from ..models.diffusion_gemma.loading import stored_run
 from ..models.diffusion_gemma.lora import is_base
+from ..models.diffusion_gemma.peft_format import adapter_names, write_adapters
 from ..models.diffusion_gemma.transformers_directory import CONFIG, TransformersDirectory
 from ..models.diffusion_gemma.transformers_export import Export, save_assets
 from ..parallel.gathering import gather_whole
@@ -286,10 +287,15 @@ class Saver:
             self.base)
 
     def export(self, iteration: int, path: Path) -> None:
-        """Write a transformers directory in the dtype that the run computes in; ranks give their parts of each tensor as it is due."""
+        """Write a transformers directory (of adapters: PEFT's) in the dtype that the run computes in; ranks give their parts of each tensor
+        as it is due.
+        """
         self.trainer.optimizer.finish_gathers()
         run, assets = self.trainer.run, _assets_folder(self.trainer)
         gathered = _GatheredTensors(self.trainer)
+        if self.trainer.has_adapters:
+            self._export_adapters(path, gathered)
+            return
         assets = assets if assets is not None and assets.is_dir() else None
         export = Export(run.model, gathered.read, lambda name: self.trainer.model.dtype, assets, self.trainer.tokenizer, run.generation)
         if not self.is_main:
@@ -298,6 +304,16 @@ class Saver:
             return
         export.write(path)
         self.logger.message(f"exported iteration {iteration} to {path}")
+
+
+    def _export_adapters(self, path: Path, gathered: _GatheredTensors) -> None:
+        run = self.trainer.run
+        if not self.is_main:
+            for name in adapter_names(run.model, run.lora):
+                gathered.whole(name)
+            return
+        write_adapters(path, run.model, run.lora, self.base["path"], gathered.whole)
+        self.logger.message(f"exported the adapters to {path}")
 
 
 class _GatheredTensors:
