@@ -212,6 +212,7 @@ CONDITIONS = {
     "--profile": ({}, {"profile": True}),
     "an --lr-decay-style that decays": ({"lr_decay_style": "constant"}, {"lr_decay_style": "linear"}),
     "--lr-decay-style WSD": ({}, {"lr_decay_style": "WSD"}),
+    "--use-distributed-optimizer": ({}, {"use_distributed_optimizer": True}),
     "--tensor-model-parallel-size above 1": ({}, {"tensor_model_parallel_size": 2}),
     "--pipeline-model-parallel-size above 1": ({}, {"pipeline_model_parallel_size": 2}),
     "stages of equal size (--pipeline-model-parallel-layout says what they are)":
