@@ -6,7 +6,8 @@
 #
 # The third of the four virtual stages is empty. Two processes (PROCESSES=2): without data parallelism.
 # Four layers 2048 wide, of which the first and the third are gated-delta (torch backend), 32 experts, from random weights.
-# Data: generated Sudoku puzzles, 9x9 (4x4 at toy scale), no download. 20 steps with a checkpoint every ten. Measured on GPUs: not yet.
+# Data: generated Sudoku puzzles, 9x9 (4x4 at toy scale), no download; kept in DATA (SAVE/puzzles). 20 steps, a checkpoint every ten.
+# Measured on GPUs: not yet.
 set -euo pipefail
 NEEDS="SAVE"
 FULL_PROCESSES=4 TOY_PROCESSES=4
@@ -46,7 +47,7 @@ DATA_ARGS=(
   --data-source sudoku
   --sudoku-size 9
   --sudoku-num-puzzles 2000
-  --data-cache-path "$SAVE/puzzles"
+  --data-cache-path "${DATA:-$SAVE/puzzles}"
   --seq-length 164
 )
 PARALLEL_ARGS=(

@@ -6,7 +6,8 @@
 #
 # Two processes: PROCESSES=2 with --pipeline-model-parallel-size 1, or with --tensor-model-parallel-size 1 --no-sequence-parallel.
 # Four layers 2048 wide, 32 experts, from random weights.
-# Data: generated Sudoku puzzles, 9x9 (4x4 at toy scale), no download. 20 steps with a checkpoint every ten. Measured on GPUs: not yet.
+# Data: generated Sudoku puzzles, 9x9 (4x4 at toy scale), no download; kept in DATA (SAVE/puzzles). 20 steps, a checkpoint every ten.
+# Measured on GPUs: not yet.
 set -euo pipefail
 NEEDS="SAVE"
 FULL_PROCESSES=4 TOY_PROCESSES=4
@@ -42,7 +43,7 @@ DATA_ARGS=(
   --data-source sudoku
   --sudoku-size 9
   --sudoku-num-puzzles 2000
-  --data-cache-path "$SAVE/puzzles"
+  --data-cache-path "${DATA:-$SAVE/puzzles}"
   --seq-length 164
 )
 PARALLEL_ARGS=(
