@@ -18,11 +18,13 @@ PACKAGES = {"te": "transformer_engine.pytorch.optimizers", "apex": "apex.optimiz
 class Algorithm:
     """make: parameter groups of torch's form (params, weight_decay) and the settings -> what steps them.
 
-    counts_in_groups: the number of steps is an int of each group; otherwise a tensor of each parameter's state.
+    counts_in_groups  the number of steps is an int of each group; otherwise a tensor of each parameter's state
+    divides           fp32 gradients are divided by its attribute `grad_scale`, a tensor or None, while they are read for the update
     """
 
     make: Callable[[list[dict], OptimizerConfig], torch.optim.Optimizer]
     counts_in_groups: bool = False
+    divides: bool = False
 
 
 def _torch_adamw(groups: list[dict], config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -44,6 +46,6 @@ def _sgd(groups: list[dict], config: OptimizerConfig) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, lr=config.lr)
 
 
-adamw = Algorithm(_torch_adamw)
+adamw = Algorithm(_torch_adamw, divides=True)
 sgd = Algorithm(_sgd)  # plain gradient descent: for comparisons, since it does not hide the gradient's size
 BACKENDS = {"torch": adamw, **{name: Algorithm(partial(_package_adamw, name), counts_in_groups=True) for name in PACKAGES}}

@@ -83,13 +83,20 @@ class MasterOptimizer:
     def step(self, lr: float, grad_norm: Tensor) -> None:
         """Clip to --clip-grad, update the masters at this learning rate, refresh the copies, drop the gradients."""
         if self.clip_grad > 0:
-            self.buckets.scale((self.clip_grad / (grad_norm + 1e-6)).clamp(max=1.0))
+            self._clip((self.clip_grad / (grad_norm + 1e-6)).clamp(max=1.0))
         for group in self.torch.param_groups:
             group["lr"] = lr
         self.torch.step()
         self.num_steps += 1
         self.refresh_parameters()
         self.drop_gradients()
+
+    def _clip(self, factor: Tensor) -> None:
+        """Multiply the gradients by `factor`: within the update where it can, which spares reading and writing all of them once more."""
+        if self.algorithm.divides and all(h.master.dtype == torch.float32 for h in self.held):
+            self.torch.grad_scale = factor.reciprocal().float()
+        else:
+            self.buckets.scale(factor)
 
     def drop_gradients(self) -> None:
         """Forget what has been accumulated (after a step, or instead of one)."""

@@ -1,6 +1,7 @@
 """--optimizer-backend: every backend steps as torch's AdamW, counts on from a checkpoint's steps, and a missing package is named."""
 import sys
 import types
+from dataclasses import replace
 
 import pytest
 import torch
@@ -100,6 +101,23 @@ def test_a_run_goes_on_under_another_backend(packages, before, after):
     train(model, second, (2.0,))
     for name, value in values(second).items():
         assert torch.allclose(value, expected[name], rtol=1e-6, atol=1e-7), name
+
+
+def test_fp32_gradients_are_clipped_within_the_update(monkeypatch):
+    results = []
+    for divides in (True, False):
+        model, optimizer = make("torch")
+        optimizer.algorithm = replace(optimizer.algorithm, divides=divides)
+        scaled = []
+        once = optimizer.buckets.scale
+        monkeypatch.setattr(optimizer.buckets, "scale", lambda factor, once=once, seen=scaled: (seen.append(factor), once(factor)))
+        train(model, optimizer, (1.0, 0.5, 2.0))
+        assert len(scaled) == (0 if divides else 3)
+        results.append(values(optimizer))
+    for name, value in results[1].items():
+        assert torch.allclose(results[0][name], value, rtol=1e-6, atol=1e-8), name
+    _, whole = make("torch")
+    assert any(not torch.allclose(results[0][name], master, rtol=1e-3) for name, master in whole.masters())
 
 
 @pytest.mark.parametrize("backend", PACKAGES)
