@@ -15,6 +15,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ..parallel import Group, MainGradient, ParallelContext, communication
 from ..parallel.communication import Pending
@@ -137,6 +138,7 @@ class GradientBuckets:
                  bucket_elements: int = BUCKET_ELEMENTS):
         self.buckets: list[Bucket] = []
         self._main_gradients: list[MainGradient] = []
+        self._hooks: list[RemovableHandle] = []
         self._last = False
         self._started = 0
         self._awaited: list[Bucket] = []
@@ -162,10 +164,17 @@ class GradientBuckets:
                 source.grad = total if is_wide else None
             note_added()
 
-        parameter.register_post_accumulate_grad_hook(accumulate)
+        self._hooks.append(parameter.register_post_accumulate_grad_hook(accumulate))
         if not is_wide:
             parameter.main_gradient = MainGradient(total, note_added)
             self._main_gradients.append(parameter.main_gradient)
+
+    def release(self) -> None:
+        """Add up no more gradients. Python does not see the cycles through hooks: with them, model and buckets are never freed."""
+        for hook in self._hooks:
+            hook.remove()
+        for main_gradient in self._main_gradients:
+            main_gradient.release()
 
     def last_microbatch(self) -> None:
         """The next backward is the step's last: a bucket whose gradients are complete is summed while it goes on."""

@@ -21,7 +21,7 @@ class MainGradient:
     def __init__(self, total: Tensor, then: Callable[[], None]):
         self.total, self.then = total, then
         self.ticket = torch.zeros(0, device=total.device, requires_grad=True)
-        self.ticket.register_post_accumulate_grad_hook(self._complete)
+        self._hook = self.ticket.register_post_accumulate_grad_hook(self._complete)
         self._parts: list[Any] = []
         self._add: Callable[[Tensor, Sequence[Any]], None] | None = None
 
@@ -29,6 +29,10 @@ class MainGradient:
         """Have add(total, parts) called once with this part and all others of the backward; the ticket's gradient must follow."""
         self._add = add
         self._parts.append(part)
+
+    def release(self) -> None:
+        """Take no more parts, and be free to go: Python does not see the cycle through the ticket's hook."""
+        self._hook.remove()
 
     def forget(self) -> None:
         """Drop parts that a backward which has failed has left."""

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tools.benchmarking.exposed import Work, exposure, intersection, read_trace, union
+from tools.benchmarking.exposed import Work, after_first, exposure, intersection, read_trace, union
 
 COMBINE = "void deep_ep::intranode::combine<__nv_bfloat16, 2, 768, 4096>(...)"
 
@@ -63,3 +63,9 @@ def test_read_trace():
 def test_a_profile_of_nothing_is_refused():
     with pytest.raises(ValueError, match="a CUDA device is needed"):
         exposure([])
+
+
+def test_after_first():
+    meeting, step = Work("ncclDevKernel_AllReduce_Sum_f32_RING_LL(...)", 5, 9), Work("gemm", 9, 10)
+    later = Work("ncclDevKernel_AllReduce_Sum_f32_RING_LL(...)", 11, 12)
+    assert after_first("all-reduce", [Work("fill", 1, 2), later, step, Work("copy", 6, 8), meeting]) == [later, step]

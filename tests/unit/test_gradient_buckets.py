@@ -1,5 +1,7 @@
 """Buckets on one process: what accumulates where, in which order sums begin, and what norm, zeros and the optimizer make of it."""
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -93,6 +95,19 @@ def test_sums_begin_in_one_order_whatever_order_gradients_come_in(monkeypatch):
 def test_finish_needs_a_last_microbatch():
     with pytest.raises(AssertionError, match="last_microbatch"):
         make_buckets(Parameters()).finish()
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_released_buckets_are_freed_with_their_parameters(sharded):
+    model = Parameters(half=("norm", "experts"))
+    buckets = make_buckets(model, sharded=sharded)
+    buckets.last_microbatch()
+    model.backward()
+    references = [weakref.ref(value) for value in (buckets, buckets.buckets[0].gradients, *model.parameters())]
+    buckets.release()
+    del model, buckets
+    gc.collect()
+    assert [reference() is None for reference in references] == [True] * len(references)
 
 
 def test_norm_and_zeros_count_every_element_once():

@@ -103,15 +103,23 @@ def length(intervals: Iterable[Interval]) -> float:
     return sum(end - start for start, end in intervals) / 1e3
 
 
-def profile(step: Callable[[], object]) -> list[Work]:
-    """What the device does in a step, which ends with nothing left running."""
+def profile(step: Callable[[], object], meet: Callable[[], object]) -> list[Work]:
+    """What the device does in a step, which ends with nothing left running; `meet` begins with an all-reduce, with which the ranks meet
+    once all of them profile, so that none waits for another's preparations."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
+        meet()
         step()
         torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace.json"
         profiled.export_chrome_trace(str(trace))
-        return read_trace(json.loads(trace.read_text()))
+        return after_first("all-reduce", read_trace(json.loads(trace.read_text())))
+
+
+def after_first(kind: str, work: Sequence[Work]) -> list[Work]:
+    """What starts after the end of the first work of a kind."""
+    first = min((w for w in work if w.kind == kind), key=lambda w: w.start)
+    return [w for w in work if w.start >= first.end]
 
 
 def read_trace(trace: dict) -> list[Work]:

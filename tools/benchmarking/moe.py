@@ -97,6 +97,7 @@ def _run_cases(arguments: argparse.Namespace, context: ParallelContext) -> int:
                  f"{'GiB':>7}{'layouts':>9}{'replayed':>9}{'anew':>6}{'first loss':>12}{'last loss':>12}")
     measured, failed = {}, 0
     for case in cases:
+        bench = None
         try:
             bench = Bench(case, config, inputs, context)
             measured[case] = bench.measure(repeats=arguments.repeats, tokens=arguments.seq_length * context.world.size)
@@ -107,6 +108,8 @@ def _run_cases(arguments: argparse.Namespace, context: ParallelContext) -> int:
         except (RuntimeError, ValueError) as error:  # one case must not cost the others their figures
             print(f"{case}, rank {context.world.rank}: FAILED: {error}", flush=True)
             failed += 1
+        if bench is not None:
+            bench.optimizer.buckets.release()
         bench = None
         gc.collect()
         if on_gpu:
@@ -131,14 +134,18 @@ class Bench:
     def step(self) -> StepResult:
         return train_step(self.model, self.optimizer, [self.inputs], LEARNING_RATE)
 
+    def meet(self) -> None:
+        """Wait for all ranks."""
+        communication.all_reduce(torch.ones(1, device=self.context.device), self.context.world).item()
+
     def measure(self, *, repeats: int, tokens: int, warmup: int = 3) -> Measured:
         """Steps timed, and printed as a line."""
         steps = []
         for number in range(warmup + repeats):
             if number == warmup and self.context.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
+            self.meet()
             self.context.log.clear()
-            communication.all_reduce(torch.ones(1, device=self.context.device), self.context.world).item()
             result, parts = self.clock.timed(self.step)
             steps.append(TimedStep(parts, result, self.context.log.calls[LAYOUT_EXCHANGE, "ep"]))
         measured = Measured(tuple(steps), warmup, tokens, peak_gib(self.context))
@@ -150,7 +157,7 @@ class Bench:
         for title, prepare in (("transfers beside other work", lambda: None), ("every transfer waited for at once", self.wait_at_once)):
             prepare()
             self.step()
-            say(self.context, f"{self.case}, {title} (rank 0):\n{exposure(profile(self.step)).text()}")
+            say(self.context, f"{self.case}, {title} (rank 0):\n{exposure(profile(self.step, self.meet)).text()}")
 
     def check_synchronisation(self) -> None:
         """RuntimeError, from torch, at the first call in a forward and backward that lets the host wait for the device."""
