@@ -106,11 +106,11 @@ def test_a_distance_in_bf16_over_its_limit_is_missed(change, missed):
     assert replace(LOW_GOOD, **change).missed() == [missed]
 
 
-def test_without_choice_every_token_goes_to_all_experts():
+def test_in_bf16_every_token_goes_to_all_experts():
     case = Case(LAYOUTS[7], "diffusion, 1 coin", "packed", 2, "full")
-    run = make_run(case.without_choice, 1)
+    run = make_run(case.for_bf16, 1)
     assert run.model.moe_router_topk == run.model.num_experts and run.model.vocab_size == 67
-    assert case.without_choice.name == case.name and case.without_choice.reference != case.reference
+    assert case.for_bf16.name == case.name and case.for_bf16.reference != case.reference
 
 
 @pytest.mark.parametrize("columns, outcome", [(WIDE, GOOD), (LOW, LOW_GOOD)], ids=["fp64", "bf16"])

@@ -86,7 +86,8 @@ RECOMPUTE: dict[str, TrainingConfig] = {
 
 # Of a toy in bf16: every token goes to all experts. Where it has a choice rounding decides near-ties, differently in every layout, and
 # moves one process's own gradient by 2 to 12 % of it, in which a fault could hide.
-NO_CHOICE = {"num_experts": 4, "moe_router_topk": 4}
+# Heads are as wide as the attention kernels want them.
+BF16_CHANGES = {"num_experts": 4, "moe_router_topk": 4, "kv_channels": 16, "global_kv_channels": 32}
 
 
 @dataclass(frozen=True)
@@ -114,9 +115,9 @@ class Case:
         return replace(self, layout=layout, accumulation=1, recompute="none")
 
     @property
-    def without_choice(self) -> Case:
-        """The same on a toy that routes every token to all experts."""
-        return replace(self, layout=replace(self.layout, model={**self.layout.model, **NO_CHOICE}))
+    def for_bf16(self) -> Case:
+        """The same on the toy that is trained in bf16."""
+        return replace(self, layout=replace(self.layout, model={**self.layout.model, **BF16_CHANGES}))
 
     @property
     def reference(self) -> Reference:

@@ -151,7 +151,7 @@ def run_in_world(arguments: argparse.Namespace) -> int:
     cases = [case for case in _cases(layouts, arguments.full) if case.layout.processes == world.size]
     cases.sort(key=lambda case: layouts.index(case.layout))
     if arguments.dtype == "bf16":
-        cases = [case.without_choice for case in cases]
+        cases = [case.for_bf16 for case in cases]
     planted = [(_first(cases, layout), fault) for fault, (layout, _) in FAULTS.items() if _first(cases, layout)]
     title = (f"{world.size} processes, {describe_device(base.device)}, torch {torch.__version__}, {arguments.dtype}: {len(cases)} cases, "
              f"{len(planted)} planted faults")
