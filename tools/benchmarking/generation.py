@@ -13,13 +13,12 @@ import torch
 
 from megatron_dllm.config import GenerationConfig
 from megatron_dllm.diffusion.sampler import CounterDraws, generate
-from megatron_dllm.kernels.graphs import CudaRecorder
-from megatron_dllm.models.diffusion_gemma.inference import Session
+from megatron_dllm.models.diffusion_gemma.inference import Session, step_recorder
 from megatron_dllm.models.diffusion_gemma.model import DiffusionGemma
 from megatron_dllm.parallel import ParallelContext
 
-from .peers import transformers_model
-from .workload import FIRST_TOKEN, DeviceNormal, real_width, toy_width
+from .peers import share_weights, untied_model
+from .workload import FIRST_TOKEN, DeviceNormal, real_width, release_memory, toy_width
 
 FEW, MANY = 4, 48
 AIMS = {1: 5.0, 8: 3.5}  # batch size -> times faster than the peer
@@ -38,9 +37,13 @@ def run(arguments: argparse.Namespace) -> int:
     layers = ["full" if number % 6 == 5 else "sliding" for number in range(arguments.layers)]
     config = (toy_width if arguments.toy else real_width)(layers)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    # Theirs first: while it is built it holds the stack twice.
+    theirs = untied_model(config, dtype, device).requires_grad_(False).eval()
+    release_memory(device)
     model = DiffusionGemma(config, context=ParallelContext.single(device), init=DeviceNormal(device), dtype=dtype)
     model.requires_grad_(False).eval()
-    theirs = transformers_model(model).eval()
+    share_weights(model, theirs)
+    release_memory(device)
     lines, missed = [], 0
     for batch in arguments.batch_sizes:
         generator = torch.Generator().manual_seed(batch)
@@ -79,8 +82,7 @@ def _step_ms(generate_with: Callable[[int], None], device: torch.device) -> tupl
 
 def _ours(model: DiffusionGemma, prompt: torch.Tensor, steps: int) -> None:
     config = GenerationConfig(max_new_tokens=model.config.canvas_length, max_denoising_steps=steps)
-    device = model.context.device
-    session = Session(model, len(prompt), CudaRecorder(device) if device.type == "cuda" else None)
+    session = Session(model, len(prompt), step_recorder(model))
     draws = CounterDraws(1, canvas_length=model.config.canvas_length, vocab_size=model.config.vocab_size)
     result = generate(session, prompt.tolist(), config, eos_ids=(1,), pad_id=0, draws=draws)
     assert (result.steps == steps).all(), f"a canvas settled after {result.steps.min()} of {steps} steps"

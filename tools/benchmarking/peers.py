@@ -20,22 +20,27 @@ VISION = dict(model_type="gemma4_vision", hidden_size=64, intermediate_size=64, 
 
 
 def transformers_model(ours: DiffusionGemma) -> DiffusionGemmaForBlockDiffusion:
-    """Its model whose text parameters share the memory of ours (it keeps gate and up apart: two views of one tensor).
+    """Its model whose text parameters share the memory of ours (it keeps gate and up apart: two views of one tensor)."""
+    model = untied_model(ours.config, ours.dtype, ours.embedding.weight.device)
+    share_weights(ours, model)
+    return model.train()
 
-    It attends by SDPA and multiplies experts by grouped_mm, its fastest choices that run here without compilation.
+
+def untied_model(ours: ModelConfig, dtype: torch.dtype, device: torch.device) -> DiffusionGemmaForBlockDiffusion:
+    """Its model with weights of its own.
+
+    It attends by SDPA and multiplies experts by grouped_mm, its fastest choices that run without compilation.
     """
-    released = ours.config.to_transformers()
-    config = DiffusionGemmaConfig(text_config=released["text_config"], vision_config=VISION, canvas_length=ours.config.canvas_length)
+    config = DiffusionGemmaConfig(text_config=ours.to_transformers()["text_config"], vision_config=VISION,
+                                  canvas_length=ours.canvas_length)
     config._attn_implementation = config.text_config._attn_implementation = "sdpa"
     config._experts_implementation = config.text_config._experts_implementation = "grouped_mm"
-    device = ours.embedding.weight.device
     before = torch.get_default_dtype()
-    torch.set_default_dtype(ours.dtype)
+    torch.set_default_dtype(dtype)
     with torch.device(device):
         model = DiffusionGemmaForBlockDiffusion(config)
     torch.set_default_dtype(before)
-    share_weights(ours, model)
-    return model.train()
+    return model
 
 
 @torch.no_grad()

@@ -18,7 +18,7 @@ from megatron_dllm.training.optimizer import MasterOptimizer
 from megatron_dllm.training.step import train_step
 
 from .peers import TransformersStep, transformers_model
-from .workload import DeviceNormal, Timing, Workload, measure, real_width, synthetic, toy_width
+from .workload import DeviceNormal, Timing, Workload, measure, real_width, release_memory, synthetic, toy_width
 
 AGREE = {torch.bfloat16: 2e-3, torch.float32: 1e-5}
 SIX = ["sliding"] * 5 + ["full"]
@@ -129,12 +129,12 @@ def _run_row(row: Row, config: ModelConfig, device: torch.device, dtype: torch.d
     lines = lines or [Line(row, ours, dtype)]
     print("\n".join(line.text() for line in lines), flush=True)
     del model
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    release_memory(device)
     return lines
 
 
 def _measure_peer(row: Row, model: DiffusionGemma, config: ModelConfig, workload: Workload, device: torch.device, repeats: int) -> Timing:
+    release_memory(device)
     theirs = transformers_model(model)
     step = TransformersStep(theirs, config, workload)
     if not row.optimizer:
