@@ -9,8 +9,7 @@ import torch
 from ..config import GenerationConfig
 from ..data.tokenizers import Tokenizer
 from ..diffusion.sampler import Observer
-from ..kernels.graphs import CudaRecorder
-from ..models.diffusion_gemma.inference import Session
+from ..models.diffusion_gemma.inference import Session, step_recorder
 from ..models.diffusion_gemma.loading import load_for_inference
 from ..models.diffusion_gemma.model import DiffusionGemma
 from .completions import Completion, EndTokens, complete
@@ -41,7 +40,6 @@ class LoadedModel:
     def complete(self, prompts: Sequence[Sequence[int]], config: GenerationConfig, *, seed: int, batch_size: int,
                  observe: Callable[[int], Observer | None] | None = None) -> Iterator[Completion]:
         """See completions.complete."""
-        device = self.model.context.device
-        recorder = CudaRecorder(device) if device.type == "cuda" else None
+        recorder = step_recorder(self.model)
         return complete(
             lambda rows: Session(self.model, rows, recorder), prompts, config, self.ends, seed=seed, batch_size=batch_size, observe=observe)

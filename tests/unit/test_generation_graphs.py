@@ -6,8 +6,8 @@ import torch
 
 from megatron_dllm.config import GenerationConfig
 from megatron_dllm.diffusion.sampler import CounterDraws, generate
-from megatron_dllm.kernels.graphs import CudaRecorder, Recording
-from megatron_dllm.models.diffusion_gemma.inference import Session
+from megatron_dllm.kernels.graphs import Recording
+from megatron_dllm.models.diffusion_gemma.inference import Session, step_recorder
 from megatron_dllm.models.diffusion_gemma.model import DiffusionGemma
 from megatron_dllm.parallel import ParallelContext
 from megatron_dllm.tensor_parallel.initialization import Initializer
@@ -36,8 +36,8 @@ class Rerun:
         return Recording(replay, result)
 
 
-def model_on(device: torch.device) -> DiffusionGemma:
-    model = DiffusionGemma(CONFIG, context=ParallelContext.single(device), init=Initializer(3, 0.3))
+def model_on(device: torch.device, dtype: torch.dtype) -> DiffusionGemma:
+    model = DiffusionGemma(CONFIG, context=ParallelContext.single(device), init=Initializer(3, 0.3), dtype=dtype)
     return model.requires_grad_(False).eval()
 
 
@@ -48,12 +48,19 @@ def generated(model: DiffusionGemma, recorder) -> torch.Tensor:
 
 
 def test_replayed_steps_give_the_same_tokens():
-    model, recorder = model_on(torch.device("cpu")), Rerun()
+    model, recorder = model_on(torch.device("cpu"), torch.float32), Rerun()
     assert torch.equal(generated(model, recorder), generated(model, None))
     assert recorder.replays >= 2 * (SETTINGS.max_denoising_steps - 2)  # both canvases, from the third step on
 
 
 @pytest.mark.gpu
 def test_cuda_graphs_give_the_same_tokens():
-    model = model_on(torch.device("cuda"))
-    assert torch.equal(generated(model, CudaRecorder(model.context.device)), generated(model, None))
+    model = model_on(torch.device("cuda"), torch.bfloat16)
+    recorder = step_recorder(model)
+    assert recorder is not None
+    assert torch.equal(generated(model, recorder), generated(model, None))
+
+
+@pytest.mark.gpu
+def test_a_model_that_reads_on_the_host_is_not_recorded():
+    assert step_recorder(model_on(torch.device("cuda"), torch.float32)) is None

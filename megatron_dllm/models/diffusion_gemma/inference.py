@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...kernels.graphs import Recorder, Recording
+from ...kernels.graphs import CudaRecorder, Recorder, Recording
+from ...moe.experts import looped_linear
 from ...transformer.block import Context
 from ...transformer.gated_delta_plan import NOTHING, Runs, appended_runs
 from ...transformer.token_pass import LAYER_TYPES, SequenceSplit, TokenPass, token_pass
@@ -23,6 +24,14 @@ class RecordedStep:
     canvas: Tensor
     logits: Tensor
     recording: Recording | None = None
+
+
+def step_recorder(model: DiffusionGemma) -> CudaRecorder | None:
+    """What records the steps of a model; None where that cannot be: not on a CUDA device, on several ranks, or with experts one by one
+    (fp32), which read their counts on the host."""
+    context = model.context
+    waits = any(block.moe.experts.product is looped_linear for block in model.layers.values())
+    return CudaRecorder(context.device) if context.device.type == "cuda" and context.world.size == 1 and not waits else None
 
 
 class Session:
