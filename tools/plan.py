@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 PLANS = {
+    "layouts": "every legal layout of a run on so many GPUs, by predicted step time, with the memory of a GPU by kind",
     "pipeline": "the schedule of a pipeline: its steps, timeline, memory and bubble; with --sweep all sizes are checked",
 }
 

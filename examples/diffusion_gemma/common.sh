@@ -95,6 +95,11 @@ flag_lines() {  # the words, a flag and its values on a line
   printf '%s\n' "$line"
 }
 
+plan() {  # plan FLAGS...: memory and time of each GPU; what it cannot say without the files it leaves out
+  printf '\n'
+  "$PYTHON" "$root/tools/plan.py" layouts --given --num-gpus "$PROCESSES" --memory-gib "${GPU_MEMORY_GIB:-79}" -- "$@"
+}
+
 run_recipe() {  # run_recipe FLAGS...: start all arrays' flags and then these
   local name arguments=() nodes=${NODES:-1} launcher=()
   if [ "$SCALE" = toy ]; then COURSE_ARGS=("${TOY_COURSE_ARGS[@]}"); fi
@@ -125,4 +130,3 @@ run_recipe() {  # run_recipe FLAGS...: start all arrays' flags and then these
   exec "$PYTHON" ${launcher[@]+"${launcher[@]}"} "$root/pretrain_dllm.py" "${arguments[@]}"
 }
 
-plan() { :; }

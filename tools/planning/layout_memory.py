@@ -1,0 +1,162 @@
+"""What a GPU of a layout holds, in bytes by kind: weights, gradients, optimizer, activations, buffers.
+
+Weights, gradients and optimizer state are counted from the model that would be built (on torch's meta device, so nothing is allocated);
+activations and buffers by formula, whose factor comes from measurements (see ACTIVATION_FACTOR).
+"""
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+
+from megatron_dllm.config import DataConfig, ModelConfig, ParallelConfig, RunConfig, TrainingConfig
+from megatron_dllm.models.diffusion_gemma.build import UNSET, build_model
+from megatron_dllm.parallel import ParallelContext
+
+KINDS = ("weights", "gradients", "optimizer", "activations", "buffers")
+# Activations measured over activations counted: 6 layers of the released model on one H200 grew by 320 KiB a token and layer from batch
+# 1 x 1024 to 4 x 1024 and to 1 x 4096 (docs/log.md, before the fused kernels, which keep less); the formula counts 229 KiB.
+ACTIVATION_FACTOR = 1.4
+# CUDA's context and NCCL's buffers, which torch does not count: an assumption.
+RUNTIME_BYTES = 1.5 * 2**30
+
+# (grid, trained, bytes of an element) -> elements on one rank
+Elements = Counter
+
+
+@dataclass(frozen=True)
+class ModelElements:
+    """One rank's parameters by part: "embedding", "self_conditioning", "final_norm", "mtp", and a layer of each type."""
+
+    parts: Mapping[str, Elements]
+
+    def of_stage(self, letters: str, types: tuple[str, ...]) -> Elements:
+        """What a rank holds whose stages have these letters (E, t, g, m, L) and these layers' types; both E and L hold the embedding."""
+        held = Elements()
+        for part, has in (("embedding", "E" in letters or "L" in letters or "m" in letters), ("self_conditioning", "E" in letters),
+                          ("final_norm", "L" in letters), ("mtp", "m" in letters)):
+            if has:
+                held += self.parts[part]
+        for kind in types:
+            held += self.parts[kind]
+        return held
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A whole parameter and how ranks cut it. least: elements of the tp dimension that no cut goes below (one key head)."""
+
+    part: str
+    grid: str
+    trained: bool
+    element_bytes: int
+    shape: tuple[int, ...]
+    axes: tuple[tuple[str, int], ...]
+    least: int
+
+    def elements(self, sizes: Mapping[str, int]) -> int:
+        """On one rank of axes of these sizes."""
+        local = list(self.shape)
+        for axis, dim in self.axes:
+            local[dim] = -(-local[dim] // sizes[axis])
+            if axis == "tp":
+                local[dim] = max(local[dim], self.least)
+        return math.prod(local)
+
+
+def model_elements(run: RunConfig) -> ModelElements:
+    """The parameters of rank 0 by part."""
+    types = tuple(dict.fromkeys(run.model.layer_types))
+    plain = replace(run, parallel=ParallelConfig(), model=replace(run.model, num_layers=len(types), layer_types=types),
+                    training=TrainingConfig(bf16=run.training.bf16), data=DataConfig())
+    parallel = run.parallel
+    sizes = {"tp": parallel.tensor_model_parallel_size, "ep": parallel.expert_model_parallel_size,
+             "etp": parallel.expert_tensor_parallel_size}
+    parts: dict[str, Elements] = {name: Elements() for name in ("embedding", "self_conditioning", "final_norm", "mtp", *types)}
+    for cut in _cuts(plain, types):
+        parts[cut.part][cut.grid, cut.trained, cut.element_bytes] += cut.elements(sizes)
+    return ModelElements(parts)
+
+
+@lru_cache
+def _cuts(run: RunConfig, types: tuple[str, ...]) -> tuple[Cut, ...]:
+    """Every parameter of a model that has one layer of each type."""
+    context = replace(ParallelContext.single(), device=torch.device("meta"))
+    model, cuts = build_model(run, context, init=UNSET), []
+    for name, parameter in model.named_parameters():
+        head, _, rest = name.partition(".")
+        kind = types[int(rest.partition(".")[0])] if head == "layers" else "full"
+        size = run.model.global_kv_channels if kind == "full" else run.model.kv_channels
+        placement = parameter.placement
+        cuts.append(Cut(
+            kind if head == "layers" else head, placement.grid, parameter.requires_grad, parameter.element_size(), placement.shape,
+            tuple((axis, dim) for axis, dim in placement.axes.items() if dim is not None),
+            size if re.search("[kv]_proj", name) and kind != "linear" else 1))
+    return tuple(cuts)
+
+
+def state_bytes(elements: Elements, run: RunConfig, dp: int, edp: int) -> dict[str, float]:
+    """Weights, gradients and optimizer: gradients and states in fp32, a master where a weight has 16 bits."""
+    total = dict.fromkeys(KINDS[:3], 0.0)
+    for (grid, trained, size), count in elements.items():
+        total["weights"] += count * size
+        if trained:
+            shares = (dp if grid == "dense" else edp) if run.parallel.use_distributed_optimizer else 1
+            total["gradients"] += count * 4
+            total["optimizer"] += count * (8 + (4 if size < 4 else 0)) / shares
+    return total
+
+
+def layer_elements_per_token(model: ModelConfig, kind: str, parallel: ParallelConfig) -> dict[str, float]:
+    """16-bit values that one layer keeps for one token's backward, on one rank, by what recomputes them ("core_attn", "mlp", "moe",
+    "mhc"), and "other", which is kept always but under full recompute."""
+    tp, hidden = parallel.tensor_model_parallel_size, model.hidden_size
+    shared = hidden / (tp if parallel.sequence_parallel else 1)  # a token's row outside the matrices
+    if kind == "linear":
+        keys = model.linear_num_key_heads * model.linear_key_head_dim
+        values = model.linear_num_value_heads * model.linear_value_head_dim
+        projected, core = (2 * keys + 3 * values) / tp, (4 * keys + 4 * values) / tp
+    else:
+        full = kind == "full"
+        size, groups = (model.global_kv_channels, model.num_global_query_groups) if full else (model.kv_channels, model.num_query_groups)
+        heads, groups = model.num_attention_heads / tp, max(groups / tp, 1)
+        projected = size * (heads + (1 if full else 2) * groups)
+        core = size * (2 * heads + 2 * groups)  # rotated queries and keys, values, what comes out
+    ffn, inner = model.ffn_hidden_size / tp, model.moe_ffn_hidden_size / parallel.expert_tensor_parallel_size
+    routed = model.moe_router_topk
+    return {
+        "other": 8 * shared + projected, "core_attn": core, "mlp": 2 * shared + 3 * ffn,
+        # With or without sequence parallelism a rank sends 1/tp of the tokens to experts.
+        "moe": (routed * (2 * hidden + 3 * inner) + 2 * model.num_experts) / tp,
+        "mhc": (2 * model.num_residual_streams * shared) if model.enable_mhc_connections else 0.0}
+
+
+def activation_bytes(run: RunConfig, kind: str) -> float:
+    """What one layer keeps for one token with gradient, recompute considered; with full recompute its input and its keys and values."""
+    model, parallel, training = run.model, run.parallel, run.training
+    size = 2 if training.bf16 else 4
+    kept = layer_elements_per_token(model, kind, parallel)
+    if training.recompute_granularity == "full":
+        entry = model.hidden_size * model.num_residual_streams
+        entry /= parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+        context = 0.0 if kind == "linear" else 2 * model.kv_channels * model.num_query_groups / parallel.tensor_model_parallel_size
+        return size * (entry + context)
+    modules = training.recompute_modules if training.recompute_granularity == "selective" else ()
+    return ACTIVATION_FACTOR * size * sum(count for part, count in kept.items() if part not in modules)
+
+
+def buffer_bytes(run: RunConfig, elements: Elements, tokens: float) -> float:
+    """What comes and goes: one layer computed again, the head's gradient in fp32 twice, the largest 16-bit gradients, the runtime."""
+    model, parallel = run.model, run.parallel
+    vocabulary = model.vocab_size / parallel.tensor_model_parallel_size * model.hidden_size
+    again = 0.0
+    if run.training.recompute_granularity is not None:
+        plain = replace(run, training=replace(run.training, recompute_granularity=None, recompute_modules=()))
+        again = tokens * max(activation_bytes(plain, kind) for kind in set(model.layer_types))
+    frozen_embedding = not any(trained and grid == "dense" and size for (grid, trained, size) in elements)
+    return RUNTIME_BYTES + again + (0 if frozen_embedding else 2 * 4 * vocabulary)

@@ -1,0 +1,271 @@
+"""Ranks every legal layout of a run on a number of GPUs by predicted step time, with the memory of its fullest GPU by kind.
+
+The run is given by the flags of pretrain_dllm.py, after --. Legal is what validate() has no objection to. Example:
+
+    python tools/plan.py layouts --num-gpus 8 -- --preset diffusiongemma-26b-a4b --bf16 --seq-length 2048 --global-batch-size 64 \\
+        --train-iters 1000 --data-path chat.jsonl
+"""
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+from megatron_dllm import config
+from megatron_dllm.config import DataConfig, RunConfig, TrainingConfig
+from megatron_dllm.models.diffusion_gemma.stages import LAYER_TICKS, LOSS_TICKS, model_layout
+from megatron_dllm.pipeline import Pipeline, StageLayout, build_schedule
+from megatron_dllm.pipeline.schedules import legal_groups
+from megatron_dllm.pipeline.simulator import simulate
+from megatron_dllm.pipeline.timing import layout_costs
+from megatron_dllm.training.operations import StepOperations
+from planning import layout_memory as memory
+from planning import layout_time as timing
+
+GIB = 2**30
+# Bubbles are simulated up to so many microbatches; beyond, the fill is spread over more of them.
+SIMULATED_MICROBATCHES = 16
+SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 15, 16, 32, 64, 128)
+RECOMPUTE = {
+    "none": {"recompute_granularity": None, "recompute_modules": ()},
+    "moe": {"recompute_granularity": "selective", "recompute_modules": ("moe",)},
+    "full": {"recompute_granularity": "full", "recompute_modules": ()},
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A layout, what its fullest GPU holds (bytes by kind), and its step."""
+
+    run: RunConfig
+    gpus: int
+    held: dict[str, float]
+    time: timing.StepTime
+
+    @property
+    def bytes(self) -> float:
+        return sum(self.held.values())
+
+    @property
+    def microbatches(self) -> int:
+        return self.run.training.global_batch_size // (self.run.training.micro_batch_size * self.run.parallel.data_parallel_size(self.gpus))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--num-gpus", type=int, required=True, metavar="N")
+    parser.add_argument("--gpu", choices=timing.GPUS, default="H200")
+    parser.add_argument("--memory-gib", type=float, metavar="GIB", help="memory of a GPU; without it: that of --gpu")
+    parser.add_argument("--gpus-per-node", type=int, default=8, metavar="N")
+    parser.add_argument("--canvases-per-row", type=int, default=1, metavar="N", help="canvases that a row carries, where rows are packed")
+    parser.add_argument("--given", action="store_true", help="plan the layout that the flags give, and no other")
+    parser.add_argument("--top", type=int, default=10, metavar="N", help="layouts that are shown")
+    parser.add_argument("flags", nargs="+", metavar="FLAGS", help="after --: flags of pretrain_dllm.py; weights are not read")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """0; 1 when no legal layout fits. ValueError for flags that cannot work."""
+    base = config.parse(without_weights(arguments.flags))
+    gib = arguments.memory_gib or timing.GPUS[arguments.gpu][1]
+    candidates = [base] if arguments.given else layouts(base, arguments.num_gpus)
+    legal = []
+    for candidate in candidates:
+        problems = config.validate(candidate, world_size=arguments.num_gpus)
+        if not problems:
+            legal.append(plan(candidate, arguments))
+        elif arguments.given:
+            raise ValueError(config.format_problems(problems))
+    fitting = sorted((p for p in legal if p.bytes <= gib * GIB), key=lambda p: p.time.total)
+    shown = fitting[:arguments.top] or sorted(legal, key=lambda p: p.bytes)[:arguments.top]
+    print(f"{arguments.num_gpus} x {arguments.gpu} ({gib:g} GiB): {len(legal)} legal layouts, {len(fitting)} fit")
+    if not shown:
+        print("no layout is legal; plan one with --given to see why")
+        return 1
+    print(table(shown, base))
+    for note in notes(shown[0], arguments):
+        print(f"note: {note}")
+    if not fitting:
+        print("none fits: the layouts with the least memory are shown")
+        return 1
+    if not arguments.given:
+        print("flags of the first:\n" + flags_block(shown[0].run))
+    return 0
+
+
+def without_weights(flags: Sequence[str]) -> list[str]:
+    """The flags without those that name files of weights and tokenizers, which a plan does not read."""
+    dropped = ("--pretrained-checkpoint", "--load", "--tokenizer-model", "--tokenizer-type")
+    kept, skip = [], False
+    for word in flags:
+        skip = word in dropped or (skip and not word.startswith("--"))
+        if not skip:
+            kept.append(word)
+    return kept
+
+
+def layouts(base: RunConfig, gpus: int) -> Iterator[RunConfig]:
+    """Every way to deal the run out over the GPUs that differs in what is planned; legal or not."""
+    sizes = [n for n in SIZES if n <= gpus and gpus % n == 0]
+    streams = base.training.recompute_modules if "mhc" in base.training.recompute_modules else ()
+    for tp, cp, pp, ep in itertools.product(sizes, repeat=4):
+        batch, model = base.training.global_batch_size, base.model
+        if gpus % (tp * cp * pp) or gpus % (ep * pp) or model.num_experts % ep or model.num_attention_heads % tp:
+            continue
+        for etp, distributed, recompute, micro, per_stage in itertools.product(
+                {1, tp}, (False, True), RECOMPUTE.values(), (1, 2, 4), virtual_stages(base.model.num_layers, pp)):
+            if gpus % (etp * ep * pp) or batch % (micro * (gpus // (tp * cp * pp))):
+                continue
+            parallel = replace(
+                base.parallel, tensor_model_parallel_size=tp, sequence_parallel=tp > 1, context_parallel_size=cp,
+                pipeline_model_parallel_size=pp, pipeline_model_parallel_layout=None, num_layers_per_virtual_pipeline_stage=per_stage,
+                expert_model_parallel_size=ep, expert_tensor_parallel_size=etp, use_distributed_optimizer=distributed)
+            if distributed and gpus == pp * max(tp * cp, etp * ep):
+                continue  # nothing to share
+            kept = recompute if not streams else {**recompute, "recompute_modules": recompute["recompute_modules"] + ("mhc",)}
+            if streams and recompute["recompute_granularity"] is None:
+                kept["recompute_granularity"] = "selective"
+            yield replace(base, parallel=parallel, training=replace(base.training, micro_batch_size=micro, **kept))
+
+
+def virtual_stages(num_layers: int, pp: int) -> list[int | None]:
+    """None: one stage a rank; else layers of a virtual stage, for 2 and 3 stages a rank."""
+    return [None] + [num_layers // (pp * v) for v in (2, 3) if pp > 1 and num_layers % (pp * v) == 0]
+
+
+def plan(run: RunConfig, arguments: argparse.Namespace) -> Plan:
+    """Memory and time of a legal layout."""
+    gpus, canvases = arguments.num_gpus, arguments.canvases_per_row
+    parallel, training = run.parallel, run.training
+    layout = model_layout(run) if parallel.pipeline_model_parallel_size > 1 else None
+    elements, dp = memory.model_elements(run), parallel.data_parallel_size(gpus) * parallel.context_parallel_size
+    edp = gpus // (parallel.expert_tensor_parallel_size * parallel.expert_model_parallel_size * parallel.pipeline_model_parallel_size)
+    microbatches = training.global_batch_size // (training.micro_batch_size * parallel.data_parallel_size(gpus))
+    tokens = timing.tokens_with_gradient(run, training.micro_batch_size, canvases) / parallel.context_parallel_size
+    bubble, in_flight = pipeline_shape(layout, microbatches, canvases > 0 and run.objective.objective != "ar")
+    ranks = range(parallel.pipeline_model_parallel_size)
+    every = (_held(run, elements, rank, layout, in_flight[rank], tokens, dp, edp) for rank in ranks)
+    held = max(every, key=lambda kinds: sum(kinds.values()))
+    return Plan(run, gpus, held, _time(run, elements, arguments, microbatches, tokens, bubble, dp, edp))
+
+
+def _stage(run: RunConfig, layout: StageLayout | None, rank: int) -> tuple[str, tuple[str, ...]]:
+    if layout is None:
+        return "E" + "m" * run.model.mtp_num_layers + "L", run.model.layer_types
+    part = layout.part(rank)
+    return part.letters, tuple(run.model.layer_types[layer] for layer in part.layers)
+
+
+def _held(run: RunConfig, elements: memory.ModelElements, rank: int, layout: StageLayout | None, in_flight: float, tokens: float, dp: int,
+          edp: int) -> dict[str, float]:
+    letters, types = _stage(run, layout, rank)
+    own = elements.of_stage(letters, types)
+    activations = in_flight * tokens * sum(memory.activation_bytes(run, kind) for kind in types)
+    return memory.state_bytes(own, run, dp, edp) | {"activations": activations, "buffers": memory.buffer_bytes(run, own, tokens)}
+
+
+def _time(run: RunConfig, elements: memory.ModelElements, arguments: argparse.Namespace, microbatches: int, tokens: float, bubble: float,
+          dp: int, edp: int) -> timing.StepTime:
+    parallel, training = run.parallel, run.training
+    pp = parallel.pipeline_model_parallel_size
+    counted = _operations(run.model, run.objective, run.data.seq_length, training.global_batch_size, arguments.canvases_per_row,
+                          training.recompute_granularity, training.recompute_modules)
+    # One layer more for each prediction depth; the head weighs as its operations, not as launches.
+    layers = (run.model.num_layers + run.model.mtp_num_layers) / pp
+    compute, launch_bound = timing.compute_ms(counted.hardware / arguments.num_gpus, layers, microbatches, arguments.gpu,
+                                              recompute=training.recompute_granularity)
+    communication = microbatches * timing.communication_ms(run, tokens, layers, gpus_per_node=arguments.gpus_per_node)
+    own = elements.of_stage(*_stage(run, None, 0))
+    trained = {grid: sum(count for (of, trains, _), count in own.items() if trains and of == grid) / pp for grid in ("dense", "expert")}
+    shares = {"dense": dp, "expert": edp}
+    gradients = sum(
+        timing.gradient_ms({shares[grid]: 4 * count}, 0.3 * compute / microbatches, gpus_per_node=arguments.gpus_per_node,
+                           ranks_before=arguments.num_gpus // shares[grid])
+        for grid, count in trained.items() if shares[grid] > 1)
+    stepped = sum(count / (shares[grid] if parallel.use_distributed_optimizer else 1) for grid, count in trained.items())
+    optimizer = stepped * timing.OPTIMIZER_BYTES / (timing.COPY_TB_PER_S * 1e9)
+    return timing.StepTime(compute, communication, gradients, optimizer, bubble, launch_bound)
+
+
+@cache
+def _operations(*key) -> StepOperations:
+    """timing.operations, made once for all layouts that share it."""
+    model, objective, seq_length, rows, canvases, recompute, modules = key
+    run = RunConfig(model=model, objective=objective, data=DataConfig(seq_length=seq_length),
+                    training=TrainingConfig(recompute_granularity=recompute, recompute_modules=modules))
+    return timing.operations(run, rows, canvases)
+
+
+def pipeline_shape(layout: StageLayout | None, microbatches: int, diffusion: bool) -> tuple[float, tuple[float, ...]]:
+    """The bubble, and for each rank how many microbatches' activations of all its layers it keeps at most."""
+    return (0.0, (1.0,)) if layout is None else _simulated(layout, microbatches, diffusion)
+
+
+@cache
+def _simulated(layout: StageLayout, microbatches: int, diffusion: bool) -> tuple[float, tuple[float, ...]]:
+    few = microbatches
+    while few > SIMULATED_MICROBATCHES and few % 2 == 0:
+        few //= 2
+    pipeline = Pipeline(layout.ranks, layout.chunks, tuple(diffusion and m % 2 == 0 for m in range(few)))
+    group = (legal_groups(ranks=layout.ranks, chunks=layout.chunks, microbatches=few) or [None])[0]
+    costs = layout_costs(layout, layer=LAYER_TICKS, embedding=1, loss=LOSS_TICKS)
+    schedule = build_schedule(pipeline, group=group, costs=costs)
+    simulation = simulate(pipeline, schedule.lists, costs)
+    waiting = simulation.makespan * layout.ranks - simulation.work
+    bubble = waiting / (waiting + simulation.work * microbatches / few)
+    return bubble, tuple(peak.activations / layout.chunks for peak in simulation.peaks)
+
+
+COLUMNS = ("tp", "cp", "pp", "vpp", "ep", "etp", "rows", "recompute", "shared", "ms/step", "bubble", "sent ms", *memory.KINDS, "GiB")
+
+
+def table(plans: Sequence[Plan], base: RunConfig) -> str:
+    """A line a layout: sizes, step, memory of the fullest GPU in GiB."""
+    lines = [COLUMNS]
+    for p in plans:
+        parallel, training, time = p.run.parallel, p.run.training, p.time
+        pp, per_stage = parallel.pipeline_model_parallel_size, parallel.num_layers_per_virtual_pipeline_stage
+        recompute = {None: "-", "full": "full"}.get(training.recompute_granularity, "+".join(training.recompute_modules))
+        lines.append((
+            parallel.tensor_model_parallel_size, parallel.context_parallel_size, pp,
+            1 if per_stage is None else base.model.num_layers // pp // per_stage, parallel.expert_model_parallel_size,
+            parallel.expert_tensor_parallel_size, training.micro_batch_size, recompute,
+            "yes" if parallel.use_distributed_optimizer else "-",
+            f"{time.total:.0f}{'*' if time.launch_bound else ''}", f"{time.bubble:.0%}",
+            f"{time.communication + time.gradients:.0f}", *(f"{p.held[kind] / GIB:.1f}" for kind in memory.KINDS), f"{p.bytes / GIB:.1f}"))
+    texts = [[str(cell) for cell in line] for line in lines]
+    widths = [max(len(line[n]) for line in texts) for n in range(len(COLUMNS))]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in texts)
+
+
+def notes(best: Plan, arguments: argparse.Namespace) -> list[str]:
+    """What the figures stand on."""
+    found = ["rows: --micro-batch-size; shared: --use-distributed-optimizer; *: the host's launches are the limit; GiB: of the fullest GPU"]
+    if arguments.gpu != timing.MEASURED_ON:
+        found.append(f"speeds of {arguments.gpu} are scaled from {timing.MEASURED_ON} by their peaks: extrapolated")
+    found.append(f"compute is fitted to one {timing.MEASURED_ON} with 6 layers of the released width; other widths are extrapolated")
+    if arguments.num_gpus > 1:
+        found.append(f"time between GPUs assumes {timing.NVLINK_GB_PER_S:g} GB/s in a node and {timing.NETWORK_GB_PER_S:g} between nodes, "
+                     "nothing hidden but part of the gradients' sum: not measured")
+    if best.run.training.recompute_granularity is not None or best.run.model.enable_mhc_connections:
+        found.append("activations with recompute or residual streams are extrapolated from those without")
+    return found
+
+
+def flags_block(run: RunConfig) -> str:
+    """The layout's flags, one a line, ready to be pasted into a command."""
+    lines, keep = [], False
+    for word in config.to_flags(run):
+        if word.startswith("--"):
+            keep = word in LAYOUT_FLAGS
+            if keep:
+                lines.append(f"    {word}")
+        elif keep:
+            lines[-1] += f" {word}"
+    return " \\\n".join(lines)
+
+
+LAYOUT_FLAGS = {
+    "--tensor-model-parallel-size", "--sequence-parallel", "--context-parallel-size", "--pipeline-model-parallel-size",
+    "--num-layers-per-virtual-pipeline-stage", "--expert-model-parallel-size", "--expert-tensor-parallel-size",
+    "--use-distributed-optimizer", "--micro-batch-size", "--recompute-granularity", "--recompute-modules"}
