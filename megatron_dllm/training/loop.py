@@ -16,7 +16,7 @@ from ..data.tokenizers import Tokenizer
 from ..diffusion.random import Stream
 from ..models.diffusion_gemma.build import build_model
 from ..models.diffusion_gemma.model import DiffusionGemma
-from ..models.diffusion_gemma.stages import ModelPipeline, build_pipeline
+from ..models.diffusion_gemma.stages import ModelPipeline, build_pipeline, over_stages
 from ..moe.balance import balance_metrics
 from ..parallel import ParallelContext, Watchdog, communication
 from .batches import BatchMaker, PreparedBatch, training_batches
@@ -177,11 +177,14 @@ class Trainer:
         if iteration % self.run.logging.log_interval and iteration not in (1, self.total_iterations):
             logger.advance(iteration)
             return
+        routing = balance_metrics(self.model.routing.drain(), self.context)
+        if self.pipeline is not None:
+            routing = over_stages(routing, self.context.pp)
         logger.log(iteration, {
             "consumed_samples": iteration * self.run.training.global_batch_size, "learning_rate": self.schedule.at(iteration - 1),
             **loss_metrics(result.terms), "grad_norm": result.grad_norm, "skipped": skipped.in_all,
             **({} if result.num_zeros is None else {"num_zeros": result.num_zeros}), **replay_metrics(result.replay),
-            **balance_metrics(self.model.routing.drain(), self.context), **meter.drain(), **ranks.drain(),
+            **routing, **meter.drain(), **ranks.drain(),
             **memory_metrics(self.context.device)})
 
     def _evaluate(self, iteration: int, logger: RunLogger, saver: Saver) -> None:

@@ -1,7 +1,10 @@
 """The model over pipelines against one process (float64): losses, every gradient, the norm, and evaluation."""
 
 import pytest
+import torch
 
+from megatron_dllm.models.diffusion_gemma.stages import over_stages
+from megatron_dllm.parallel import Topology, create_context
 from tests.parallel.pipeline_cases import ALL, NONE, PipelineCase, compare, forget_the_tie
 
 TOLERANCE = 1e-10
@@ -40,3 +43,14 @@ def test_model_pipeline(world, case):
 def test_tied_embeddings_are_summed(world):
     found = world.run(compare, PipelineCase(PP2, "Et|ttL"), forget_the_tie, size=2)
     assert all(rank.worst == "embedding.weight" and rank.difference > 1e-3 for rank in found), found
+
+
+def metrics_of(rank):
+    context = create_context(Topology(world=2, pp=2), rank=rank, device=torch.device("cpu"), sequence_parallel=False)
+    own = {"router_z_loss": 1.0}, {"router_z_loss": 2.0, "routing/layers.1/clean/entropy": 1.5}
+    return over_stages(own[rank], context.pp)
+
+
+def test_metrics_of_all_stages_come_together(world):
+    for found in world.run(metrics_of, size=2):
+        assert found == {"router_z_loss": 3.0, "routing/layers.1/clean/entropy": 1.5}

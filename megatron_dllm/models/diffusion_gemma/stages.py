@@ -1,17 +1,18 @@
 """DiffusionGemma over the ranks of a pipeline: what each virtual stage computes, and a step's microbatches through all of them."""
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ...config import ParallelConfig, RunConfig
 from ...diffusion.inputs import MicrobatchInputs, to_device
 from ...diffusion.losses import NUM_GROUPS, LossTerms, loss_terms
-from ...parallel import ParallelContext
+from ...parallel import Group, ParallelContext
 from ...pipeline import EdgeShapes, Pipeline, Schedule, Stage, StageLayout, build_schedule
 from ...pipeline.executor import PipelineExecutor
 from ...pipeline.layout import choose_layout, layer_letters
@@ -105,6 +106,17 @@ class ModelPipeline:
         config = self.model.config
         tokens = tuple((m.first_pass.num_own, 0 if m.second_pass is None else m.second_pass.num_own) for m in inputs)
         return EdgeShapes(config.hidden_size, tokens, config.num_residual_streams, str(self.model.dtype).removeprefix("torch."))
+
+
+def over_stages(metrics: Mapping[str, float], pp: Group) -> dict[str, float]:
+    """The metrics of all stages' layers, on every rank of the pipeline; those of one name (losses of all layers) are added up."""
+    found: list[dict[str, float]] = [{} for _ in range(pp.size)]
+    dist.all_gather_object(found, dict(metrics), group=pp.handle)
+    merged: dict[str, float] = {}
+    for own in found:
+        for name, value in own.items():
+            merged[name] = merged.get(name, 0.0) + value
+    return merged
 
 
 def no_terms(context: ParallelContext) -> LossTerms:
