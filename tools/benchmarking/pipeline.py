@@ -25,6 +25,8 @@ from verification.table import Figure, print_figures
 
 from benchmarking.workload import FIRST_TOKEN, DeviceNormal, real_width, toy_width
 from megatron_dllm.config import ModelConfig, ObjectiveConfig, OptimizerConfig, ParallelConfig
+from megatron_dllm.data_parallel import GradientBuckets, finalize_gradients, gradient_norm
+from megatron_dllm.data_parallel.buckets import BUCKET_ELEMENTS
 from megatron_dllm.diffusion.batch_plan import RowRequest, fit_example, plan_batch
 from megatron_dllm.diffusion.inputs import MicrobatchInputs, microbatch_inputs
 from megatron_dllm.diffusion.random import DrawKey, Stream
@@ -80,7 +82,7 @@ class Suite:
         width = {"toy": toy_width, "real": real_width}[self.arguments.width]
         return dataclasses.replace(width([PATTERN[i % len(PATTERN)] for i in range(layers)]), enable_mhc_connections=mhc)
 
-    def inputs(self, config: ModelConfig, step: int, context: ParallelContext, dtype: torch.dtype) -> list[MicrobatchInputs]:
+    def inputs(self, config: ModelConfig, step: int, context: ParallelContext) -> list[MicrobatchInputs]:
         """The microbatches of a step: random tokens, the draws of the step's number."""
         length, objective = self.arguments.seq_length, ObjectiveConfig()
         fit = fit_example(length // 2, length - length // 2, seq_length=length, canvas_length=config.canvas_length)
@@ -119,10 +121,14 @@ def run(arguments: argparse.Namespace) -> int:
     for layers in arguments.layers or LAYOUTS:
         plain: dict[str, float] = {}
         for mhc in (False, True):
-            for figure_or_line in cases(suite, layers, mhc=mhc, plain=plain):
-                (figures if isinstance(figure_or_line, Figure) else lines).append(figure_or_line)
-                if rank == 0:
-                    print(f"{time.monotonic() - started:4.0f} s  {figure_or_line}", flush=True)
+            try:
+                for figure_or_line in cases(suite, layers, mhc=mhc, plain=plain):
+                    (figures if isinstance(figure_or_line, Figure) else lines).append(figure_or_line)
+                    if rank == 0:
+                        print(f"{time.monotonic() - started:4.0f} s  {figure_or_line}", flush=True)
+            except torch.OutOfMemoryError as error:
+                figures.append(Figure(f"{layers} layers, mHC {'on' if mhc else 'off'}: one process lacks memory", 1, 0, str(error)[:90]))
+                release(suite)
     missed = 0
     if rank == 0:
         name = torch.cuda.get_device_name() if suite.device.type == "cuda" else "cpu"
@@ -138,8 +144,8 @@ def cases(suite: Suite, layers: int, *, mhc: bool, plain: dict[str, float]) -> I
     """The figures and lines of one model; `plain` keeps the times without mHC for the one with."""
     config, name = suite.config(layers, mhc=mhc), f"{layers} layers, {'mHC 4' if mhc else 'plain'}"
     steps = STEPS if layers == min(LAYOUTS) else 0
-    own = own_distance(suite, config)
-    reference = from_rank_0(suite, lambda: one_process(suite, config, torch.bfloat16, steps))
+    own = own_distance(suite, config, batches=2 if steps else 1)
+    reference = from_rank_0(suite, lambda: one_process(suite, config, steps))
     yield f"{name}, one process: {describe(reference)}{mhc_adds(plain, f'{layers} one', reference, mhc=mhc)}"
     for where, text in LAYOUTS[layers].items():
         layout = parse_layout(text, ranks=2, layers=layer_letters(config.layer_types))
@@ -171,28 +177,53 @@ def mhc_adds(plain: dict[str, float], key: str, outcome: Outcome, *, mhc: bool) 
     return f"; mHC adds {100 * (outcome.passes / plain[key] - 1):.1f} %"
 
 
-def own_distance(suite: Suite, config: ModelConfig) -> tuple[float, float]:
+def own_distance(suite: Suite, config: ModelConfig, batches: int) -> tuple[float, float]:
     """How far bf16 is from fp32 in one process: of loss and of gradient norm the largest relative distance over some batches."""
-    low, high = (from_rank_0(suite, lambda dtype=dtype: first_passes(suite, config, dtype)) for dtype in (torch.bfloat16, torch.float32))
+    low, high = (from_rank_0(suite, lambda dtype=dtype: first_passes(suite, config, dtype, batches))
+                 for dtype in (torch.bfloat16, torch.float32))
     return max(map(relative, low.losses, high.losses)), max(map(relative, low.norms, high.norms))
 
 
-def first_passes(suite: Suite, config: ModelConfig, dtype: torch.dtype) -> Outcome:
+def first_passes(suite: Suite, config: ModelConfig, dtype: torch.dtype, batches: int) -> Outcome:
     """Losses and gradient norms of the first batches, all at the initial weights."""
-    model, optimizer = built(suite, config, dtype, suite.alone)
-    losses, norms = [], []
-    for step in range(STEPS):
-        losses.append(forward_backward(model, optimizer, suite.inputs(config, step, suite.alone, dtype)).total.item())
-        norms.append(optimizer.grad_norm().item())
-        optimizer.drop_gradients()
+    model = built(suite, config, dtype, suite.alone)
+    gradients, losses, norms = Gradients(model, suite.alone), [], []
+    for step in range(batches):
+        losses.append(forward_backward(model, gradients, suite.inputs(config, step, suite.alone)).total.item())
+        norms.append(gradients.grad_norm().item())
+        gradients.drop_gradients()
     return Outcome(losses, norms)
 
 
+class Gradients:
+    """What a MasterOptimizer has of gradients, without masters and moments: for models that these would not fit beside."""
+
+    def __init__(self, model: DiffusionGemma, context: ParallelContext):
+        trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+        self.buckets, self.context = GradientBuckets(trainable, context, sharded=False, bucket_elements=BUCKET_ELEMENTS), context
+
+    def finish_gradients(self) -> None:
+        finalize_gradients(self.buckets, self.context)
+
+    def grad_norm(self) -> Tensor:
+        return gradient_norm(self.buckets.pieces(), self.context.world)
+
+    def drop_gradients(self) -> None:
+        self.buckets.zero()
+
+
 def from_rank_0(suite: Suite, make) -> Outcome:
-    """What rank 0 makes while the other waits."""
-    box = [make() if suite.world.world.rank == 0 else None]
+    """What rank 0 makes while the other waits; torch.OutOfMemoryError on both where it does not fit."""
+    box = [None]
+    if suite.world.world.rank == 0:
+        try:
+            box = [make()]
+        except torch.OutOfMemoryError as error:
+            box = [str(error)]
     release(suite)
     dist.broadcast_object_list(box, src=0, device=suite.device)
+    if isinstance(box[0], str):
+        raise torch.OutOfMemoryError(box[0])
     return box[0]
 
 
@@ -204,7 +235,7 @@ def release(suite: Suite) -> None:
 
 
 def built(suite: Suite, config: ModelConfig, dtype: torch.dtype, context: ParallelContext,
-          layout: StageLayout | None = None) -> tuple[DiffusionGemma, MasterOptimizer]:
+          layout: StageLayout | None = None) -> DiffusionGemma:
     """The model, or this rank's part, at weights that are nowhere special."""
     init = RoundedNormal(DeviceNormal(suite.device))
     part = None if layout is None else layout.part(context.pp.rank)
@@ -215,39 +246,46 @@ def built(suite: Suite, config: ModelConfig, dtype: torch.dtype, context: Parall
                 parameter.fill_(0.7)
             elif name.endswith("connection.bias"):
                 parameter.copy_(init.with_std(0.5)(name, tuple(parameter.shape), parameter.dtype))
-    return model, MasterOptimizer(model, OptimizerConfig(), context)
+    return model
 
 
-def one_process(suite: Suite, config: ModelConfig, dtype: torch.dtype, steps: int) -> Outcome:
+def one_process(suite: Suite, config: ModelConfig, steps: int) -> Outcome:
     """Optimizer steps and their time; without steps one forward and backward."""
-    model, optimizer = built(suite, config, dtype, suite.alone)
-    return taken(suite, config, model, optimizer, None, suite.alone, steps)
+    model = built(suite, config, torch.bfloat16, suite.alone)
+    return taken(suite, model, holder(model, steps), None, steps)
+
+
+def holder(model: DiffusionGemma, steps: int) -> MasterOptimizer | Gradients:
+    """What takes the model's gradients: an optimizer where it is to step. A model can have one alone."""
+    return MasterOptimizer(model, OptimizerConfig(), model.context) if steps else Gradients(model, model.context)
 
 
 def pipelined(suite: Suite, config: ModelConfig, layout: StageLayout, steps: int) -> tuple[Outcome, str]:
     """The same over the pipeline, and a line about its bubble."""
-    model, optimizer = built(suite, config, torch.bfloat16, suite.world, layout)
+    model = built(suite, config, torch.bfloat16, suite.world, layout)
     pipeline = ModelPipeline(model, layout, ParallelConfig(pipeline_model_parallel_size=2))
-    outcome = taken(suite, config, model, optimizer, pipeline, suite.world, steps)
-    bubble = bubbles(suite, pipeline, optimizer, suite.inputs(config, 0, suite.world, torch.bfloat16)) if steps else ""
-    del model, optimizer, pipeline
+    gradients = holder(model, steps)
+    outcome = taken(suite, model, gradients, pipeline, steps)
+    bubble = bubbles(suite, pipeline, gradients, suite.inputs(config, 0, suite.world)) if steps else ""
+    del model, pipeline, gradients
     release(suite)
     return outcome, bubble
 
 
-def taken(suite: Suite, config: ModelConfig, model: DiffusionGemma, optimizer: MasterOptimizer, pipeline: ModelPipeline | None,
-          context: ParallelContext, steps: int) -> Outcome:
+def taken(suite: Suite, model: DiffusionGemma, gradients: MasterOptimizer | Gradients, pipeline: ModelPipeline | None,
+          steps: int) -> Outcome:
     """`steps` optimizer steps, then timed ones; for 0 steps, one forward and backward."""
+    config, context = model.config, model.context
     if steps == 0:
-        terms = forward_backward(model, optimizer, suite.inputs(config, 0, context, model.dtype), pipeline)
-        return Outcome([terms.total.item()], [optimizer.grad_norm().item()])
-    results = [train_step(model, optimizer, suite.inputs(config, step, context, model.dtype), LEARNING_RATE, pipeline=pipeline)
+        terms = forward_backward(model, gradients, suite.inputs(config, 0, context), pipeline)
+        return Outcome([terms.total.item()], [gradients.grad_norm().item()])
+    results = [train_step(model, gradients, suite.inputs(config, step, context), LEARNING_RATE, pipeline=pipeline)
                for step in range(steps)]
-    inputs, whole, passes = suite.inputs(config, 0, context, model.dtype), [], []
+    inputs, whole, passes = suite.inputs(config, 0, context), [], []
     for _ in range(TIMED):
-        whole.append(seconds(context, lambda: train_step(model, optimizer, inputs, LEARNING_RATE, pipeline=pipeline)))
-        passes.append(seconds(context, lambda: forward_backward(model, optimizer, inputs, pipeline)))
-        optimizer.drop_gradients()
+        whole.append(seconds(context, lambda: train_step(model, gradients, inputs, LEARNING_RATE, pipeline=pipeline)))
+        passes.append(seconds(context, lambda: forward_backward(model, gradients, inputs, pipeline)))
+        gradients.drop_gradients()
     return Outcome([r.loss for r in results], [r.grad_norm for r in results], statistics.median(whole), statistics.median(passes))
 
 
@@ -277,14 +315,14 @@ def largest(value: float, context: ParallelContext) -> float:
     return max(found)
 
 
-def bubbles(suite: Suite, pipeline: ModelPipeline, optimizer: MasterOptimizer, inputs: Sequence[MicrobatchInputs]) -> str:
+def bubbles(suite: Suite, pipeline: ModelPipeline, gradients: MasterOptimizer | Gradients, inputs: Sequence[MicrobatchInputs]) -> str:
     """The share of the ranks' time without a compute step, measured and as expected from the steps' own times."""
     clock, rank = ActionClock(suite.device), suite.world.pp.rank
     pipeline.executor.clock = clock
     whole = seconds(suite.world, lambda: pipeline.train(inputs))
     pipeline.executor.clock = None
     taken = clock.drain()
-    optimizer.drop_gradients()
+    gradients.drop_gradients()
     schedule = pipeline.schedule(tuple(microbatch.second_pass is not None for microbatch in inputs), False)
     found = [None] * suite.world.world.size
     dist.all_gather_object(found, (sum(duration for _, duration in taken), stage_times(schedule, rank, taken)))
