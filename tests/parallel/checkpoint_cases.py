@@ -38,7 +38,10 @@ LAYOUTS = {
     "ep2 etp2": (4, "--expert-model-parallel-size 2 --expert-tensor-parallel-size 2"),
     "ep4": (4, "--expert-model-parallel-size 4"),
     "ep4, distributed optimizer": (4, "--expert-model-parallel-size 4 --use-distributed-optimizer"),
+    "pp2 vpp2": (2, "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout E|t|t|L"),
+    "pp2 tp2": (4, "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2"),
 }
+LORA = "--lora-rank 4 --lora-targets attention mlp router self_conditioning experts".split()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,9 +60,10 @@ def refuse(*arguments, **options):
 def save_under(rank: int, layout: str, folder: str, *flags: str) -> Taken:
     """Train STEPS steps, save, and go on for one."""
     trainer = build(rank, layout, *flags)
+    base = restore(trainer).base
     for number, prepared in zip(range(STEPS), training_batches(trainer.train, start_iteration=0, iterations=STEPS), strict=True):
-        train_step(trainer.model, trainer.optimizer, prepared.inputs, trainer.schedule.at(number))
-    state = store.TrainingState(STEPS, STEPS * 4, trainer.optimizer.num_steps, {}, schedule_values(trainer))
+        train_step(trainer.model, trainer.optimizer, prepared.inputs, trainer.schedule.at(number), pipeline=trainer.pipeline)
+    state = store.TrainingState(STEPS, STEPS * 4, trainer.optimizer.num_steps, {}, schedule_values(trainer), base)
     outcome, = CheckpointWriter(Path(folder), trainer.context.world).save(state, state_shards(trainer), to_arguments_text(trainer.run))
     assert outcome.error is None, outcome.error
     return take(trainer)
@@ -91,7 +95,11 @@ def take(trainer: Trainer) -> Taken:
     optimizer = trainer.optimizer
     tensors = {name: master.clone() for name, master in optimizer.masters()}
     tensors |= {f"{state}/{name}": moment.clone() for name, state, moment in optimizer.states()}
+    if trainer.context.pp.size > 1:  # each stage has its own
+        of_stages = [None] * trainer.context.pp.size
+        torch.distributed.all_gather_object(of_stages, tensors, group=trainer.context.pp.handle)
+        tensors = {name: tensor for stage in of_stages for name, tensor in stage.items()}
     prepared = next(iter(training_batches(trainer.train, start_iteration=STEPS, iterations=STEPS + 1)))
-    loss = train_step(trainer.model, optimizer, prepared.inputs, trainer.schedule.at(STEPS)).loss
+    loss = train_step(trainer.model, optimizer, prepared.inputs, trainer.schedule.at(STEPS), pipeline=trainer.pipeline).loss
     close(trainer.context)
     return Taken(tensors, loss)

@@ -9,7 +9,7 @@ from megatron_dllm.checkpoint.save import CheckpointWriter
 from megatron_dllm.checkpoint.shards import CheckpointError, Rectangle, Shard
 from megatron_dllm.parallel import Group
 from megatron_dllm.parallel.placement import Placement
-from tests.parallel.checkpoint_cases import LAYOUTS, load_under, save_under
+from tests.parallel.checkpoint_cases import LAYOUTS, LORA, load_under, save_under
 
 
 def world_of(rank: int, size: int) -> Group:
@@ -131,7 +131,8 @@ def test_a_rank_that_cannot_write_is_named_and_takes_no_other_checkpoint(world, 
     assert not list(tmp_path.glob("*.partial"))
 
 
-CASES = [("dp4", "tp2 dp2"), ("tp2 dp2, distributed optimizer", "1"), ("ep4, distributed optimizer", "ep2"), ("tp2 sp", "dp4")]
+CASES = [("dp4", "tp2 dp2"), ("tp2 dp2, distributed optimizer", "1"), ("ep4, distributed optimizer", "ep2"), ("tp2 sp", "dp4"),
+         ("pp2 vpp2", "1"), ("1", "pp2 tp2")]
 
 
 @pytest.mark.slow
@@ -140,5 +141,17 @@ def test_a_run_goes_on_under_another_layout(world, tmp_path, saved, loaded):
     before = world.run(save_under, saved, str(tmp_path), size=LAYOUTS[saved][0])[0]
     after = world.run(load_under, loaded, str(tmp_path), size=LAYOUTS[loaded][0])[0]
     assert before.tensors.keys() == after.tensors.keys()
+    assert all(torch.equal(before.tensors[key], after.tensors[key]) for key in before.tensors)
+    assert abs(before.next_loss - after.next_loss) < 1e-6
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [("tp2", "1"), pytest.param("pp2 vpp2", "ep2", marks=pytest.mark.slow)])
+def test_adapters_go_on_under_another_layout(world, tmp_path, saved, loaded):
+    base, adapters = str(tmp_path / "base"), str(tmp_path / "adapters")
+    world.run(save_under, "1", base, size=1)
+    flags = (*LORA, "--pretrained-checkpoint", base)
+    before = world.run(save_under, saved, adapters, *flags, size=LAYOUTS[saved][0])[0]
+    after = world.run(load_under, loaded, adapters, *flags, size=LAYOUTS[loaded][0])[0]
+    assert before.tensors.keys() == after.tensors.keys() and all("adapter" in name for name in before.tensors)
     assert all(torch.equal(before.tensors[key], after.tensors[key]) for key in before.tensors)
     assert abs(before.next_loss - after.next_loss) < 1e-6

@@ -2,8 +2,8 @@
 
 Same layout, on one process: a run of 16 steps (10 to an epoch) against the same run taken up from its checkpoint in the middle of an epoch,
 at its end and in the second pass, with another number of loader workers, in bf16, and saved in the background: losses, norms, learning
-rates, masters and moments bit-equal. Other layouts, over processes of this machine: masters and moments equal after gathering, the next
-step's loss to 1e-6.
+rates, masters and moments bit-equal; so with adapters alone. Other layouts, over processes of this machine: masters and moments equal after
+gathering, the next step's loss to 1e-6; adapters beside a base that was saved under a layout of its own, too.
 pickle.load and torch.load raise while a checkpoint is read. Usage: python tools/verify.py resume [--quick]
 """
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 import pretrain_dllm
 from megatron_dllm.checkpoint import store
 from megatron_dllm.training.metrics_file import read_metrics
-from tests.parallel.checkpoint_cases import LAYOUTS, load_under, refuse, save_under
+from tests.parallel.checkpoint_cases import LAYOUTS, LORA, load_under, refuse, save_under
 from tests.parallel.world import World
 from verification.table import Figure, print_figures
 
@@ -39,10 +39,13 @@ SAME_LAYOUT = {
     "fp32": ([], [], tuple(POINTS)),
     "bf16, saved in the background": (["--bf16", "--async-save"], [], (5, 13)),
     "2 loader workers instead of none": ([], ["--num-workers", "2"], (5, 10)),
+    "adapters": (LORA, [], (5, 13)),
 }
 QUICK = (
     ("dp4", "tp2 dp2"), ("ep4", "ep2"), ("tp2 sp", "cp2"), ("dp4, distributed optimizer", "dp4"), ("dp4", "dp2, distributed optimizer"),
-    ("tp2 dp2, distributed optimizer", "1"), ("1", "ep2 etp2"), ("ep4, distributed optimizer", "tp4"))
+    ("tp2 dp2, distributed optimizer", "1"), ("1", "ep2 etp2"), ("ep4, distributed optimizer", "tp4"), ("pp2 vpp2", "1"))
+# Of runs with adapters; their base is what the run of dp4 saved.
+ADAPTERS, BASE = (("tp2", "1"), ("pp2 vpp2", "ep2")), "dp4"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -99,19 +102,28 @@ def differing_tensors(whole: Path, again: Path) -> int:
 
 
 def other_layouts(pairs, folder: Path) -> Iterator[Figure]:
-    """Each layout is saved once and read by all that follow it."""
-    world, saved = World(4), {}
+    """Each layout is saved once and read by all that follow it; then those of runs with adapters."""
+    world = World(4)
     try:
-        for number, (before, after) in enumerate(pairs):
-            if before not in saved:
-                place = str(folder / str(number))
-                saved[before] = place, world.run(save_under, before, place, size=LAYOUTS[before][0], timeout=240)[0]
-            place, left = saved[before]
-            right = world.run(load_under, after, place, size=LAYOUTS[after][0], timeout=240)[0]
-            names = left.tensors.keys() | right.tensors.keys()
-            differ = [key for key in names if key not in left.tensors or key not in right.tensors
-                      or not torch.equal(left.tensors[key], right.tensors[key])]
-            yield Figure(f"{before} -> {after}: tensors that differ", len(differ), 0, f"of {len(names)} masters and moments")
-            yield Figure(f"{before} -> {after}: next loss", abs(left.next_loss - right.next_loss), 1e-6, f"{left.next_loss:.6f}")
+        yield from reshard(world, pairs, folder)
+        base = str(folder / "base")
+        world.run(save_under, BASE, base, size=LAYOUTS[BASE][0], timeout=240)
+        yield from reshard(world, ADAPTERS, folder / "adapters", "adapters, ", *LORA, "--pretrained-checkpoint", base)
     finally:
         world.close()
+
+
+def reshard(world: World, pairs, folder: Path, title: str = "", *flags: str) -> Iterator[Figure]:
+    """Runs with these flags, saved under one layout of each pair and taken up under the other."""
+    saved = {}
+    for number, (before, after) in enumerate(pairs):
+        if before not in saved:
+            place = str(folder / str(number))
+            saved[before] = place, world.run(save_under, before, place, *flags, size=LAYOUTS[before][0], timeout=240)[0]
+        place, left = saved[before]
+        right = world.run(load_under, after, place, *flags, size=LAYOUTS[after][0], timeout=240)[0]
+        names = left.tensors.keys() | right.tensors.keys()
+        differ = [key for key in names if key not in left.tensors or key not in right.tensors
+                  or not torch.equal(left.tensors[key], right.tensors[key])]
+        yield Figure(f"{title}{before} -> {after}: tensors that differ", len(differ), 0, f"of {len(names)} masters and moments")
+        yield Figure(f"{title}{before} -> {after}: next loss", abs(left.next_loss - right.next_loss), 1e-6, f"{left.next_loss:.6f}")
