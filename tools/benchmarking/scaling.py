@@ -192,7 +192,7 @@ def run_in_world(cases: Sequence[Case], arguments: argparse.Namespace) -> dict[s
         result = run_case(case, base, arguments)
         if result is not None:
             results[case.name] = result
-            print(f"{case.name}: {result.step_ms:.1f} ms, loss {result.loss:.5f}", flush=True)
+            print(f"{case.name}: {result.step_ms:.1f} ms, loss {result.loss:.5f}, {result.peak_gib:.1f} GiB, {result.kernels}", flush=True)
             if arguments.results is not None:
                 arguments.results.write_text(json.dumps([asdict(one) for one in results.values()]), encoding="utf-8")
     dist.destroy_process_group()
@@ -211,7 +211,7 @@ def run_case(case: Case, base: ParallelContext, arguments: argparse.Namespace) -
                                  sequence_parallel=case.parallel.sequence_parallel)
         result = measure_case(case, context, arguments)
         close(context)
-    gc.collect()  # hooks of the buckets refer to their parameters and these to them
+    gc.collect()
     if base.device.type == "cuda":
         torch.cuda.empty_cache()
     barrier(base)
@@ -247,6 +247,7 @@ def measure_case(case: Case, context: ParallelContext, arguments: argparse.Names
             forward_backward(model, gradients, inputs)
             torch.cuda.synchronize(device)
         kernels = kernel_times(profiler)
+    gradients.buckets.release()
     return Result(case.name, case.work(arguments.toy), case.ranks, timing.median, timing.peak_gib, timing.value, kernels)
 
 
