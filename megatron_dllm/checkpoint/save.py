@@ -152,16 +152,28 @@ class CheckpointWriter:
         return self._agree(refusal)
 
     def _stage(self, plan: SavePlan, planner: PartitionSavePlanner) -> Callable[[WriteItem], Tensor]:
-        """Copy this rank's part of the state to host memory that is kept from save to save."""
+        """Copy this rank's part of the state to host memory that is kept from save to save, pinned where it comes from a GPU.
+
+        A GPU's copies are only queued here, in front of whatever changes the state next; the thread that writes waits for them.
+        """
+        copied = None
         for item in plan.items:
             tensor = planner.resolve_data(item)
             if item.index not in self._staged:
                 self._staged[item.index] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
             self._staged[item.index].copy_(tensor, non_blocking=tensor.is_cuda)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+            if tensor.is_cuda:
+                copied = copied or torch.cuda.Event()
+        if copied is not None:
+            copied.record()
         staged = self._staged
-        return lambda item: staged[item.index]
+
+        def resolve(item: WriteItem) -> Tensor:
+            if copied is not None:
+                copied.synchronize()
+            return staged[item.index]
+
+        return resolve
 
     def _write(self, running: _RunningSave, resolve: Callable[[WriteItem], Tensor]) -> Mapping[str, FileRecord] | Path:
         """Write this rank's files. A single process also publishes: nobody has to be waited for."""

@@ -60,15 +60,18 @@ def test_what_is_saved_is_loaded(tmp_path, background):
     assert store.problems_of(found.path) == []
 
 
-def test_the_copy_of_a_background_save_is_of_its_moment(tmp_path):
-    """The state changes as soon as `save` returns, and the files must not."""
-    weight = torch.zeros(1000)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_copy_of_a_background_save_is_of_its_moment(tmp_path, device):
+    """The state changes as soon as `save` returns, and the files must not. From a GPU, copies go to pinned memory behind its work."""
+    elements = 1000 if device == "cpu" else 50_000_000  # whose copy takes longer than it takes to ask for the next change
+    weight = torch.zeros(elements, device=device)
     writer = CheckpointWriter(tmp_path, in_background=True)
     for iteration in (1, 2):
         weight.fill_(iteration)
         writer.save(store.TrainingState(iteration, 1, 1), [Shard.whole("weight", weight)], "")
         weight.fill_(-1)
     writer.wait()
+    assert all(copy.is_pinned() == (device == "cuda") for copy in writer._staged.values())
     writer.close()
     for iteration in (1, 2):
         found = store.open_checkpoint(store.iteration_folder(tmp_path, iteration))
