@@ -25,7 +25,7 @@ class Permutation:
 
 def sort_by_expert(indices: Tensor, num_experts: int) -> Permutation:
     """The permutation of routing choices `indices` [T, k]."""
-    experts, slot = indices.reshape(-1).sort(stable=True)
+    experts, slot = _short(indices.reshape(-1), num_experts).sort(stable=True)
     return Permutation(slot, _inverse(slot).view(indices.shape), _counts(experts, num_experts))
 
 
@@ -34,7 +34,7 @@ def sort_by_local_expert(indices: Tensor, num_experts: int, num_rows: int) -> Pe
     as many as the others; those left over stand last and belong to no expert."""
     flat = indices.reshape(-1)
     absent = flat < 0
-    experts, slot = torch.where(absent, num_experts, flat).sort(stable=True)
+    experts, slot = _short(torch.where(absent, num_experts, flat), num_experts).sort(stable=True)
     row = torch.where(absent, num_rows, _inverse(slot)).view(indices.shape)
     return Permutation(slot[:num_rows], row, _counts(experts, num_experts), is_partial=True)
 
@@ -46,8 +46,13 @@ def count_values(values: Tensor, size: int) -> Tensor:
     return flat.new_zeros(size).scatter_add_(0, flat, torch.ones_like(flat))
 
 
+def _short(experts: Tensor, num_experts: int) -> Tensor:
+    """The same numbers, 0 to `num_experts`, in 16 bits where they fit: a radix sort on a GPU passes once over the keys for each 8 bits."""
+    return experts.to(torch.int16) if num_experts < 2**15 else experts
+
+
 def _counts(ordered: Tensor, size: int) -> Tensor:
-    return torch.searchsorted(ordered, torch.arange(size + 1, device=ordered.device)).diff()
+    return torch.searchsorted(ordered, torch.arange(size + 1, dtype=ordered.dtype, device=ordered.device)).diff()
 
 
 def _inverse(order: Tensor) -> Tensor:
