@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megatron_dllm.config import GenerationConfig
 from megatron_dllm.diffusion.random import Stream, words
+from megatron_dllm.kernels.launch import takes
 
 # Softmax, logarithm and running sums of a [positions, V] slice are live at once; at V = 262144 a slice of this size holds 128 positions.
 READ_CHUNK_BYTES = 128 * 2**20
@@ -283,7 +284,13 @@ def read_logits(logits: Tensor, temperature: float, uniforms: Tensor, dtype: tor
 
     Works on slices of positions, so that nothing of size [A, C, V] is made but the kept logits.
     """
-    num_positions, vocab_size = uniforms.numel(), logits.shape[-1]
+    num_positions, vocab_size, shape = uniforms.numel(), logits.shape[-1], uniforms.shape
+    if takes(logits):
+        from megatron_dllm.kernels import sampling as kernel  # Triton is there with CUDA alone
+
+        kept, sample, argmax, entropy = kernel.read_logits(
+            logits.reshape(num_positions, vocab_size), temperature, uniforms.reshape(num_positions), dtype)
+        return LogitsReading(kept.view(logits.shape), sample.view(shape), argmax.view(shape), entropy.view(shape))
     flat, flat_uniforms = logits.reshape(num_positions, vocab_size), uniforms.reshape(num_positions)
     kept = torch.empty_like(flat, dtype=dtype)
     sample, argmax = (torch.empty(num_positions, dtype=torch.long, device=logits.device) for _ in range(2))
@@ -298,7 +305,6 @@ def read_logits(logits: Tensor, temperature: float, uniforms: Tensor, dtype: tor
         probabilities = log_probabilities.exp()
         entropy[part] = -(probabilities * log_probabilities).sum(dim=-1)
         sample[part] = invert_cumulative(probabilities, flat_uniforms[part])
-    shape = uniforms.shape
     return LogitsReading(kept.view(logits.shape), sample.view(shape), argmax.view(shape), entropy.view(shape))
 
 

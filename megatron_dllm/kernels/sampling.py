@@ -1,0 +1,96 @@
+"""The sampler's reading of logits: temperature, argmax, entropy and one sample a position, in two reads of them; and the soft cap."""
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .cross_entropy import _tanh
+
+COLUMNS = 4096  # 8 warps, 16 logits a thread
+
+
+@triton.jit
+def _cap(product, logits, size, softcap, COLUMNS: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    value, _ = _tanh(tl.load(product + place, mask=place < size, other=0.0).to(tl.float32) / softcap)
+    tl.store(logits + place, value * softcap, mask=place < size)
+
+
+@triton.jit
+def _read(logits, uniforms, kept, sample, argmax, entropy, width, temperature, COLUMNS: tl.constexpr):
+    position = tl.program_id(0)
+    logits += position.to(tl.int64) * width
+    kept += position.to(tl.int64) * width
+    lanes = tl.arange(0, COLUMNS)
+    # Each lane: its largest so far and where that came first, the sum of e = exp(logit - largest), and that of e * (logit - largest).
+    largest = tl.full((COLUMNS,), -3e38, tl.float32)
+    first = tl.zeros((COLUMNS,), tl.int32)
+    total = tl.zeros((COLUMNS,), tl.float32)
+    spread = tl.zeros((COLUMNS,), tl.float32)
+    at = 0
+    while at < width:
+        column = at + lanes
+        inside = column < width
+        value = tl.load(logits + column, mask=inside, other=0.0) / temperature
+        tl.store(kept + column, value, mask=inside)
+        value = tl.where(inside, value, largest)
+        share = tl.where(inside, 1.0, 0.0)
+        above = value > largest
+        distance = tl.where(above, largest - value, value - largest)  # never above 0
+        small = tl.exp(distance)
+        # The first value of a lane meets no sum, so that its distance to nothing must not count.
+        moved = tl.where(total > 0, small * (spread + distance * total), 0.0)
+        spread = tl.where(above, moved, spread + share * small * distance)
+        total = tl.where(above, small * total + 1, total + share * small)
+        first = tl.where(above, column, first)
+        largest = tl.where(above, value, largest)
+        at += COLUMNS
+    overall = tl.max(largest, 0)
+    best = tl.min(tl.where(largest == overall, first, 2147483647), 0)
+    distance = tl.maximum(largest - overall, -1e4)  # lanes without a value
+    scale = tl.exp(distance)
+    mass = tl.sum(total * scale, 0)
+    tl.store(argmax + position, best.to(tl.int64))
+    tl.store(entropy + position, tl.log(mass) - tl.sum(scale * (spread + distance * total), 0) / mass)
+    target = tl.load(uniforms + position).to(tl.float32) * mass
+    # The token at which the running sum passes the target. Rounding may leave the whole sum below it: then the last that has any.
+    before = 0.0
+    chosen = -1
+    last = best
+    at = 0
+    while (at < width) & (chosen < 0):
+        column = at + lanes
+        value = tl.load(logits + column, mask=column < width, other=-float("inf")) / temperature
+        weight = tl.exp(value - overall)
+        here = tl.sum(weight, 0)
+        last = tl.maximum(last, tl.max(tl.where(weight > 0, column, 0), 0))
+        if before + here > target:
+            past = (before + tl.cumsum(weight, 0) > target) & (weight > 0)
+            found = tl.min(tl.where(past, column, 2147483647), 0)
+            chosen = tl.where(found < 2147483647, found, -1)
+        before += here
+        at += COLUMNS
+    tl.store(sample + position, tl.where(chosen < 0, last, chosen).to(tl.int64))
+
+
+def soft_capped(product: Tensor, softcap: float) -> Tensor:
+    """softcap * tanh(product / softcap), fp32, of a product [T, V] of any floating dtype."""
+    logits = torch.empty(product.shape, dtype=torch.float32, device=product.device)
+    _cap[triton.cdiv(product.numel(), COLUMNS),](product, logits, product.numel(), softcap, COLUMNS=COLUMNS, num_warps=8)
+    return logits
+
+
+def read_logits(logits: Tensor, temperature: float, uniforms: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(logits / temperature in `dtype` [N, V], sample int64 [N], argmax int64 [N], entropy fp32 [N]) of logits fp32 [N, V].
+
+    The sample is the token at quantile `uniforms` [N] in [0, 1), never one of probability zero.
+    """
+    count, width = logits.shape
+    kept = torch.empty(logits.shape, dtype=dtype, device=logits.device)
+    sample, argmax = (torch.empty(count, dtype=torch.int64, device=logits.device) for _ in range(2))
+    entropy = torch.empty(count, dtype=torch.float32, device=logits.device)
+    if count:
+        _read[count,](logits, uniforms, kept, sample, argmax, entropy, width, temperature, COLUMNS=COLUMNS, num_warps=8)
+    return kept, sample, argmax, entropy
