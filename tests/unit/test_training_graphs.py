@@ -183,14 +183,15 @@ def test_cuda_graphs_give_the_same_losses_and_gradients(moe):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # that it does not see every wait
 def test_a_microbatch_waits_for_nobody():
     device = torch.device("cuda", 0)
     torch.set_deterministic_debug_mode("default")
     model = DiffusionGemma(WIDE, context=ParallelContext.single(device), init=Initializer(5, 0.15), dtype=torch.bfloat16)
     inputs = to_device(toy_inputs(toy_plan(ALWAYS, config=WIDE), objective=ALWAYS, config=WIDE, dtype=torch.float32), device)
     model(inputs).total.backward()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         model(inputs).total.backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
