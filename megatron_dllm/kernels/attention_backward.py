@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .attention_forward import sees, tile_at
+from .attention_parts import product, rows_at, sees
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -25,44 +25,39 @@ def row_products(out, dout, delta, num_rows, DIM: tl.constexpr, ROWS: tl.constex
     tl.store(delta + row, tl.sum(a.to(tl.float32) * b.to(tl.float32), 1), mask=row < num_rows)
 
 
-@triton.jit
-def _product(a, b, a_row, b_row, num_a, num_b, a_stride, b_stride, DIM: tl.constexpr, PANEL: tl.constexpr, STAGES: tl.constexpr,
-             ROWS: tl.constexpr, PRECISION: tl.constexpr):
-    """a[a_row] @ b[b_row]^T, fp32, the DIM columns taken in panels."""
-    product = tl.zeros((ROWS, ROWS), tl.float32)
-    for panel in tl.range(0, DIM, PANEL, num_stages=STAGES):
-        inner = panel + tl.arange(0, PANEL)
-        product = tl.dot(tile_at(a, a_row, num_a, inner, a_stride), tl.trans(tile_at(b, b_row, num_b, inner, b_stride)), product,
-                         input_precision=PRECISION)
-    return product
-
-
 @triton.jit(do_not_specialize=["num_queries", "num_keys"])
 def probabilities(query, key, value, dout, lse, delta, bounds, pairs, p_tiles, ds_tiles, num_queries, num_keys, query_stride,
                   query_head_stride, key_stride, key_head_stride, value_stride, value_head_stride, HEADS: tl.constexpr,
-                  GROUP: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, PANEL: tl.constexpr, STAGES: tl.constexpr,
-                  PRECISION: tl.constexpr):
-    """p and ds, [slots, heads, TILE, TILE]; 0 where a query does not see a key."""
+                  GROUP: tl.constexpr, PACK: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, PANEL: tl.constexpr,
+                  STAGES: tl.constexpr, PRECISION: tl.constexpr):
+    """p and ds, [slots, heads, TILE, TILE]; 0 where a query does not see a key. A program has PACK heads of a group and a pair."""
     LOG2_E: tl.constexpr = 1.4426950408889634
-    slot, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
+    slot, first_head = tl.program_id(0) // (HEADS // PACK), tl.program_id(0) % (HEADS // PACK) * PACK
     query_tile, key_tile, is_full = tl.load(pairs + slot * 3), tl.load(pairs + slot * 3 + 1), tl.load(pairs + slot * 3 + 2)
     if query_tile >= 0:
-        place = tl.arange(0, TILE)
-        row, column = query_tile * TILE + place, key_tile * TILE + place
-        inside, at_row = row < num_queries, row.to(tl.int64) * HEADS + head
-        scores = _product(query + head * query_head_stride, key + head // GROUP * key_head_stride, row, column, num_queries, num_keys,
-                          query_stride, key_stride, DIM, PANEL, STAGES, TILE, PRECISION)
+        place, column = tl.arange(0, PACK * TILE), tl.arange(0, TILE)
+        head, row = first_head + place // TILE, query_tile * TILE + place % TILE
+        key_row = key_tile * TILE + column
+        inside, key_inside, at_row = row < num_queries, key_row < num_keys, row.to(tl.int64) * HEADS + head
+        scores = product(
+            query + (query_tile * TILE).to(tl.int64) * query_stride + first_head * query_head_stride,
+            place % TILE * query_stride + place // TILE * query_head_stride, inside,
+            key + (key_tile * TILE).to(tl.int64) * key_stride + first_head // GROUP * key_head_stride, column * key_stride, key_inside,
+            DIM, PANEL, STAGES, PACK * TILE, TILE, PRECISION)
         shift = tl.load(lse + at_row, mask=inside, other=float("-inf")) * LOG2_E
         shift = tl.where(shift == float("-inf"), float("inf"), shift)  # a query that sees nothing: p is 0
         if is_full == 0:
-            scores = tl.where(sees(bounds, row, column), scores, float("-inf"))
-        p = tl.exp2(scores * LOG2_E - shift[:, None])
-        at = tl.program_id(0).to(tl.int64) * (TILE * TILE) + place[:, None] * TILE + place[None, :]
-        tl.store(p_tiles + at, p.to(p_tiles.dtype.element_ty))
-        dp = _product(dout + head * DIM, value + head // GROUP * value_head_stride, row, column, num_queries, num_keys, HEADS * DIM,
-                      value_stride, DIM, PANEL, STAGES, TILE, PRECISION)
-        ds = p * (dp - tl.load(delta + at_row, mask=inside, other=0.0)[:, None])
-        tl.store(ds_tiles + at, ds.to(ds_tiles.dtype.element_ty))
+            scores = tl.where(sees(bounds, row, key_row), scores, float("-inf"))
+        # Rounded before the second product, for whose time fp32 would take twice the registers.
+        p = tl.exp2(scores * LOG2_E - shift[:, None]).to(p_tiles.dtype.element_ty)
+        at, tile = place[:, None] * TILE + column[None, :], (slot * HEADS + first_head).to(tl.int64) * (TILE * TILE)
+        tl.store(p_tiles + tile + at, p)
+        dp = product(
+            dout + ((query_tile * TILE).to(tl.int64) * HEADS + first_head) * DIM, (place % TILE * HEADS + place // TILE) * DIM, inside,
+            value + (key_tile * TILE).to(tl.int64) * value_stride + first_head // GROUP * value_head_stride, column * value_stride,
+            key_inside, DIM, PANEL, STAGES, PACK * TILE, TILE, PRECISION)
+        ds = p.to(tl.float32) * (dp - tl.load(delta + at_row, mask=inside, other=0.0)[:, None])
+        tl.store(ds_tiles + tile + at, ds.to(ds_tiles.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["num_queries", "num_keys", "num_tiles"])
@@ -80,10 +75,10 @@ def query_gradient(ds_tiles, key, dquery, pairs, by_query, num_queries, num_keys
         key += head // GROUP * key_head_stride
         gradient = tl.zeros((TILE, PANEL), tl.float32)
         for i in tl.range(0, count * PARTS, num_stages=STAGES):
-            slot, within = first + i // PARTS, i % PARTS * STEP + step
-            tile = ds_tiles + (slot * HEADS + head).to(tl.int64) * (TILE * TILE)
-            ds = tl.load(tile + place[:, None] * TILE + within[None, :])
-            k = tile_at(key, tl.load(pairs + slot * 3 + 1) * TILE + within, num_keys, inner, key_stride)
+            slot, start = first + i // PARTS, i % PARTS * STEP
+            ds = tl.load(ds_tiles + (slot * HEADS + head).to(tl.int64) * (TILE * TILE) + start + place[:, None] * TILE + step[None, :])
+            first_key = tl.load(pairs + slot * 3 + 1) * TILE + start
+            k = rows_at(key + first_key.to(tl.int64) * key_stride, step * key_stride, first_key + step < num_keys, inner)
             gradient = tl.dot(ds, k, gradient, input_precision=PRECISION)
         row = query_tile * TILE + place
         at = (row.to(tl.int64) * HEADS + head)[:, None] * DIM + inner[None, :]
@@ -109,17 +104,18 @@ def key_gradients(p_tiles, ds_tiles, query, dout, dkey, dvalue, by_key, slots, n
     else:
         tiles, factor, gradient_at, stride, head_stride = ds_tiles, query, dkey, query_stride, query_head_stride
     place, step, inner = tl.arange(0, TILE), tl.arange(0, STEP), panel * PANEL + tl.arange(0, PANEL)
-    row = key_tile * TILE + place
-    inside = (row < num_keys)[:, None]
-    at = gradient_at + (row.to(tl.int64) * GROUPS + group)[:, None] * DIM + inner[None, :]
+    key_row = key_tile * TILE + place
+    inside = (key_row < num_keys)[:, None]
+    at = gradient_at + (key_row.to(tl.int64) * GROUPS + group)[:, None] * DIM + inner[None, :]
     if count > 0 or not ADDS:
         gradient = tl.zeros((TILE, PANEL), tl.float32)
         for i in tl.range(0, count * GROUP * PARTS, num_stages=STAGES):
-            head, within = group * GROUP + i // PARTS % GROUP, i % PARTS * STEP + step
+            head, start = group * GROUP + i // PARTS % GROUP, i % PARTS * STEP
             entry = slots + (first + i // (PARTS * GROUP)) * 2
-            tile = tiles + (tl.load(entry) * HEADS + head).to(tl.int64) * (TILE * TILE)
-            a = tl.load(tile + within[:, None] * TILE + place[None, :])
-            b = tile_at(factor + head * head_stride, tl.load(entry + 1) * TILE + within, num_queries, inner, stride)
+            tile = tiles + ((tl.load(entry) * HEADS + head).to(tl.int64) * TILE + start) * TILE
+            a = tl.load(tile + step[:, None] * TILE + place[None, :])
+            first_row = tl.load(entry + 1) * TILE + start
+            b = rows_at(factor + first_row.to(tl.int64) * stride + head * head_stride, step * stride, first_row + step < num_queries, inner)
             gradient = tl.dot(tl.trans(a), b, gradient, input_precision=PRECISION)
         if ADDS:
             gradient += tl.load(at, mask=inside, other=0.0)

@@ -7,20 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def sees(bounds, row, column):
-    """bool [rows, columns]: whether queries `row` see keys `column`, from bounds [Q, 4]."""
-    first, past = tl.load(bounds + row * 4), tl.load(bounds + row * 4 + 1)
-    own_first, own_past = tl.load(bounds + row * 4 + 2), tl.load(bounds + row * 4 + 3)
-    clean = (column[None, :] >= first[:, None]) & (column[None, :] < past[:, None])
-    return clean | (column[None, :] >= own_first[:, None]) & (column[None, :] < own_past[:, None])
-
-
-@triton.jit
-def tile_at(x, row, num_rows, column, token_stride):
-    """x[row, column] of a tensor whose rows are `token_stride` apart; 0 in rows from `num_rows` on."""
-    return tl.load(x + row.to(tl.int64)[:, None] * token_stride + column[None, :], mask=(row < num_rows)[:, None], other=0.0)
+from .attention_parts import rows_at, sees
 
 
 @triton.jit
@@ -61,7 +48,7 @@ def forward(query, key, value, out, lse, bounds, rows, masked, num_queries, num_
     head, block = tl.program_id(0) % HEADS, num_blocks - 1 - tl.program_id(0) // HEADS
     row, inner = block * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, DIM)
     place = tl.arange(0, BLOCK_N)
-    q = tile_at(query + head * query_head_stride, row, num_queries, inner, query_stride)
+    q = rows_at(query + head * query_head_stride, row.to(tl.int64) * query_stride, row < num_queries, inner)
     key += head // GROUP * key_head_stride
     value += head // GROUP * value_head_stride
 
