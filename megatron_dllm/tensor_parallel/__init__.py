@@ -5,6 +5,7 @@ from .embedding import VocabularyParallelEmbedding
 from .gradients import sum_shared_gradients
 from .initialization import Constant, Init, Initializer, make_parameter
 from .linear import ColumnParallelLinear, LocalHeads, RowParallelLinear, column_linear, local_heads, row_linear
+from .shared_gradient import SharedWeight
 from .soft_embedding import soft_embedding
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "Initializer",
     "LocalHeads",
     "RowParallelLinear",
+    "SharedWeight",
     "VocabularyParallelEmbedding",
     "column_linear",
     "linear_cross_entropy",

@@ -13,6 +13,7 @@ from megatron_dllm.parallel import communication
 from megatron_dllm.parallel.collectives import sum_grad_over
 from megatron_dllm.parallel.context import Group
 
+from .shared_gradient import SharedWeight
 from .vocabulary import CHUNK_BYTES, VocabularyRange, add_product_, at_least_fp32, check_tokens, product, token_chunks
 
 
@@ -43,6 +44,7 @@ def linear_cross_entropy(
     bonus: Tensor | None = None,
     chunk_bytes: int = CHUNK_BYTES,
     sum_hidden_grad: bool = True,
+    shared: SharedWeight | None = None,
 ) -> CrossEntropy:
     """Weighted cross entropy of softcap * tanh(hidden @ W.T / softcap), logits and softmax in fp32 at least.
 
@@ -55,7 +57,8 @@ def linear_cross_entropy(
     The gradient of `hidden` is summed over `tp`; with sum_hidden_grad=False it stays this rank's share, for a hidden that
     comes from `gather_sequence`, whose reduce-scatter does the sum. The gradients are computed in forward, a chunk at a
     time, unless they are off; saved: theirs, [T, H] in hidden's dtype and [v, H] in fp32 at least. `chunk_bytes` bounds
-    a chunk's logits [n, v], of which up to three are live at once.
+    a chunk's logits [n, v], of which up to three are live at once. With `shared`, the weight with a gradient sum, the weight's
+    gradient goes there in forward, and is not saved.
     """
     assert hidden.dim() == 2 and targets.shape == token_weights.shape == hidden.shape[:1], (
         f"hidden {tuple(hidden.shape)}, targets {tuple(targets.shape)}, token_weights {tuple(token_weights.shape)}"
@@ -69,8 +72,10 @@ def linear_cross_entropy(
         hidden = sum_grad_over(hidden, tp)
     head = _Head(softcap, tp, VocabularyRange.of(weight, vocab_size, tp), chunk_bytes)
     # Inside forward gradients are off and needs_input_grad speaks of the inputs alone.
-    wants = tuple(torch.is_grad_enabled() and x.requires_grad for x in (hidden, weight))
-    return CrossEntropy(*_LinearCrossEntropy.apply(hidden, weight, targets, token_weights, observed, bonus, head, wants))
+    wants = tuple(torch.is_grad_enabled() and x.requires_grad for x in (hidden, weight if shared is None else shared.ticket))
+    ticket, gradient = (None, None) if shared is None else (shared.ticket, shared.gradient)
+    weight = weight if shared is None else shared.weight
+    return CrossEntropy(*_LinearCrossEntropy.apply(hidden, weight, targets, token_weights, observed, bonus, head, wants, ticket, gradient))
 
 
 @dataclass(frozen=True)
@@ -163,14 +168,16 @@ def _score_by_kernel(chunk: _Chunk, head: _Head, gradient_dtype: torch.dtype | N
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, targets, token_weights, observed, bonus, head, wants):
+    def forward(ctx, hidden, weight, targets, token_weights, observed, bonus, head, wants, ticket, gradient):
         wants_hidden, wants_weight = wants
         dtype = at_least_fp32(weight)
         own_rows = weight[: head.own.size]
         per_token = hidden.new_empty(hidden.shape[0], dtype=dtype)
         correct = hidden.new_empty(hidden.shape[0], dtype=torch.bool)
         dhidden = torch.zeros_like(hidden) if wants_hidden else None
-        dweight = torch.zeros_like(weight, dtype=dtype) if wants_weight else None
+        dweight = None
+        if wants_weight:
+            dweight = torch.zeros_like(weight, dtype=dtype) if gradient is None else gradient.room(weight)
         score = _score_by_kernel if takes(hidden, weight) else _score_in_torch
         gradient_dtype = weight.dtype if wants_hidden or wants_weight else None
         for part in token_chunks(hidden.shape[0], weight, head.chunk_bytes):
@@ -184,8 +191,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 torch.mm(grad, own_rows, out=dhidden[part])
             if wants_weight:
                 add_product_(dweight[: head.own.size], grad.t(), hidden[part])
-        ctx.save_for_backward(dhidden, dweight)
-        ctx.dtype = weight.dtype
+        ctx.save_for_backward(dhidden, dweight if gradient is None else None)
+        ctx.dtype, ctx.gradient = weight.dtype, gradient if wants_weight else None
         ctx.mark_non_differentiable(per_token, correct)
         return (per_token * token_weights).sum(), per_token, correct
 
@@ -198,4 +205,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if dweight is not None:
             # One pass over a matrix of the vocabulary's size: scale and round.
             dweight = torch.mul(dweight, dloss, out=torch.empty_like(dweight, dtype=ctx.dtype))
-        return dhidden, dweight, None, None, None, None, None, None
+        dticket = None
+        if ctx.gradient is not None:
+            ctx.gradient.set_scale(dloss)
+            dticket = dloss.new_zeros(0, dtype=ctx.dtype)
+        return dhidden, dweight, None, None, None, None, None, None, dticket, None

@@ -11,6 +11,7 @@ from megatron_dllm.parallel.context import ParallelContext
 from megatron_dllm.parallel.placement import place
 
 from .initialization import Init, make_parameter
+from .shared_gradient import SharedWeight
 from .vocabulary import VocabularyRange, check_tokens
 
 
@@ -30,11 +31,15 @@ class VocabularyParallelEmbedding(nn.Module):
         placement = place(shape, context, cut={"tp": 0}, fill=True)
         self.weight = make_parameter(name, placement, init=init, dtype=dtype, device=context.device)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, shared: SharedWeight | None = None) -> Tensor:
+        """The rows; `shared` is the weight with a gradient sum."""
         check_tokens(tokens, self.vocab_size, "token")
         if self.tp.size == 1:
-            return F.embedding(tokens, self.weight)
+            return self._rows(tokens, shared)
         rows, ours = VocabularyRange.of(self.weight, self.vocab_size, self.tp).locate(tokens)
         # Exactly one rank has the row and the others add zeros: the sum is exact in any dtype.
-        own = F.embedding(rows, self.weight).masked_fill(~ours.unsqueeze(1), 0)
+        own = self._rows(rows, shared).masked_fill(~ours.unsqueeze(1), 0)
         return scatter_sum_sequence(own, self.tp) if self.sequence_parallel else sum_over(own, self.tp)
+
+    def _rows(self, numbers: Tensor, shared: SharedWeight | None) -> Tensor:
+        return F.embedding(numbers, self.weight) if shared is None else shared.rows(numbers)

@@ -12,6 +12,7 @@ from megatron_dllm.kernels.launch import takes
 from megatron_dllm.parallel import communication
 from megatron_dllm.parallel.context import Group
 
+from .shared_gradient import SharedWeight
 from .vocabulary import CHUNK_BYTES, VocabularyRange, add_product_, at_least_fp32, capped_logits, product, token_chunks
 
 
@@ -24,6 +25,7 @@ def soft_embedding(
     tp: Group,
     vocab_size: int,
     chunk_bytes: int = CHUNK_BYTES,
+    shared: SharedWeight | None = None,
 ) -> Tensor:
     """softmax(softcap * tanh(hidden @ W.T / softcap)) @ W * scale, [T, H], equal on every rank.
 
@@ -34,11 +36,14 @@ def soft_embedding(
     The softmax is in fp32 at least and rounded to the weight's dtype before the second product. Only the weight that is
     averaged gets a gradient, scale * probabilities.T @ d(result); the logits count as constants. Every rank must be given
     the whole d(result). Saved: hidden, weight and two numbers a token; the probabilities are computed again in backward.
-    `chunk_bytes` bounds a chunk's logits [n, v], of which two are live at once.
+    `chunk_bytes` bounds a chunk's logits [n, v], of which two are live at once. With `shared`, the weight with a gradient sum, the gradient
+    is added there.
     """
     assert hidden.dim() == 2 and hidden.dtype == weight.dtype, f"hidden {tuple(hidden.shape)} {hidden.dtype}, weight {weight.dtype}"
     head = _Head(softcap, torch.tensor(scale, dtype=weight.dtype).item(), tp, VocabularyRange.of(weight, vocab_size, tp), chunk_bytes)
-    return _SoftEmbedding.apply(hidden.detach(), weight, head)
+    if shared is None:
+        return _SoftEmbedding.apply(hidden.detach(), weight, head, None, None)
+    return _SoftEmbedding.apply(hidden.detach(), shared.weight, head, shared.ticket, shared.gradient)
 
 
 @dataclass(frozen=True)
@@ -100,7 +105,7 @@ def _steps(hidden: Tensor, weight: Tensor) -> type[_InTorch] | type[_ByKernel]:
 
 class _SoftEmbedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, head):
+    def forward(ctx, hidden, weight, head, ticket, gradient):
         own_rows, steps = weight[: head.own.size], _steps(hidden, weight)
         largest, factor = (hidden.new_empty(hidden.shape[0], dtype=at_least_fp32(weight)) for _ in range(2))
         result = torch.empty_like(hidden)
@@ -110,7 +115,7 @@ class _SoftEmbedding(torch.autograd.Function):
             probabilities = steps.probabilities(logits, largest[chunk], factor[chunk], head.softcap, weight.dtype)
             torch.mm(probabilities, own_rows, out=result[chunk])
         ctx.save_for_backward(hidden, weight, largest, factor)
-        ctx.head = head
+        ctx.head, ctx.gradient = head, gradient
         return communication.all_reduce(result, head.tp, overwrite=True).mul_(head.scale)
 
     @staticmethod
@@ -119,13 +124,18 @@ class _SoftEmbedding(torch.autograd.Function):
         hidden, weight, largest, factor = ctx.saved_tensors
         head = ctx.head
         own_rows, steps = weight[: head.own.size], _steps(hidden, weight)
-        dresult = dresult * head.scale
-        dweight = torch.zeros_like(weight, dtype=at_least_fp32(weight))
+        dresult, gradient = dresult * head.scale, ctx.gradient
+        if gradient is None:
+            dweight = torch.zeros_like(weight, dtype=at_least_fp32(weight))
+        else:
+            dweight, dresult = gradient.room(weight), gradient.unscaled(dresult)
         for chunk in token_chunks(hidden.shape[0], weight, head.chunk_bytes):
             logits = steps.logits(hidden[chunk], own_rows, head.softcap)
             probabilities = steps.probabilities(logits, largest[chunk], factor[chunk], head.softcap, weight.dtype)
             add_product_(dweight[: head.own.size], probabilities.t(), dresult[chunk])
-        return None, dweight.to(weight.dtype), None
+        if gradient is None:
+            return None, dweight.to(weight.dtype), None, None, None
+        return None, None, None, dresult.new_zeros(0), None
 
 
 def _softmax(own: Tensor, tp: Group) -> tuple[Tensor, Tensor]:

@@ -219,7 +219,7 @@ def soft_part(model: DiffusionGemma, case: Case) -> float:
     model.zero_grad()
     signal = DiffusionGemma.soft_signal
     try:
-        DiffusionGemma.soft_signal = lambda self, draft: signal(self, draft).detach()
+        DiffusionGemma.soft_signal = lambda self, draft, shared: signal(self, draft, shared).detach()
         model(case.inputs).total.backward()
     finally:
         DiffusionGemma.soft_signal = signal

@@ -21,7 +21,7 @@ from ...moe.dispatchers.build import build_dispatcher
 from ...moe.layer import MoELayer
 from ...parallel import ParallelContext, communication, gather_sequence, split_sequence, sum_grad_over, sum_over
 from ...pipeline.layout import Stage
-from ...tensor_parallel import VocabularyParallelEmbedding, linear_cross_entropy, soft_embedding
+from ...tensor_parallel import SharedWeight, VocabularyParallelEmbedding, linear_cross_entropy, soft_embedding
 from ...tensor_parallel.initialization import Init
 from ...tensor_parallel.vocabulary import VocabularyRange
 from ...transformer.block import TransformerBlock
@@ -92,11 +92,14 @@ class DiffusionGemma(nn.Module):
         """hidden^0.5, rounded to the compute dtype as the released model does (53.0 in bf16, 53.066 in fp32)."""
         return torch.tensor(self.config.hidden_size ** 0.5, dtype=self.dtype).item()
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        """[T, H] of token ids [T]; under sequence parallelism our piece, T filled up to a multiple of the ranks."""
+    def embed(self, tokens: Tensor, shared: SharedWeight | None = None) -> Tensor:
+        """[T, H] of token ids [T]; under sequence parallelism our piece, T filled up to a multiple of the ranks.
+
+        Here and below `shared` is the embedding with one gradient sum for all its uses.
+        """
         if self.context.sequence_parallel:
             tokens = F.pad(tokens, (0, -len(tokens) % self.context.tp.size))
-        return self.embedding(tokens) * self.embedding_scale
+        return self.embedding(tokens, shared) * self.embedding_scale
 
     def whole(self, x: Tensor, token_pass: TokenPass) -> Tensor:
         """[T, H], without fill, of our piece; the gradients of the ranks are shares."""
@@ -138,11 +141,11 @@ class DiffusionGemma(nn.Module):
             mean = sum_grad_over(mean, self.context.tp)  # each rank has the gradient of its own tokens
         return mean.to(rows.dtype) * self.embedding_scale
 
-    def soft_signal(self, draft: Tensor) -> Tensor:
+    def soft_signal(self, draft: Tensor, shared: SharedWeight | None = None) -> Tensor:
         """softmax(logits of the draft) @ E * scale, [T, H] from the draft's hidden states; only E gets a gradient."""
         return soft_embedding(
             draft, self.embedding.weight, softcap=self.config.final_logit_softcapping, scale=self.embedding_scale, tp=self.context.tp,
-            vocab_size=self.config.vocab_size)
+            vocab_size=self.config.vocab_size, shared=shared)
 
     def soft_signal_of(self, logits: Tensor) -> Tensor:
         """The same from logits [T, V] at hand, as the sampler has them (already soft-capped and scaled by its temperature)."""
@@ -162,23 +165,27 @@ class DiffusionGemma(nn.Module):
 
     def forward(self, inputs: MicrobatchInputs) -> LossTerms:
         """Both losses of a microbatch, already divided by the global denominators."""
-        x, contexts = self.run_layers(self.enter(inputs), inputs.first_pass)
+        shared = SharedWeight.of(self.embedding.weight)
+        x, contexts = self.run_layers(self.enter(inputs, shared), inputs.first_pass)
         hidden = self.whole(x, inputs.first_pass)
-        terms = self.first_terms(hidden, inputs)
+        terms = self.first_terms(hidden, inputs, shared)
         if inputs.second_pass is not None:
-            x, _ = self.run_layers(self.enter_again(inputs, self.draft_signal(hidden, inputs)), inputs.second_pass, contexts)
-            terms = terms + loss_terms(self.cross_entropy, self.whole(x, inputs.second_pass), inputs.second_scored)
+            entered = self.enter_again(inputs, self.draft_signal(hidden, inputs, shared), shared)
+            x, _ = self.run_layers(entered, inputs.second_pass, contexts)
+            cross_entropy = partial(self.cross_entropy, shared=shared)
+            terms = terms + loss_terms(cross_entropy, self.whole(x, inputs.second_pass), inputs.second_scored)
         return terms
 
-    def first_terms(self, hidden: Tensor, inputs: MicrobatchInputs) -> LossTerms:
+    def first_terms(self, hidden: Tensor, inputs: MicrobatchInputs, shared: SharedWeight | None = None) -> LossTerms:
         """The losses of the first pass's final hidden states [T, H], multi-token prediction's among them."""
-        terms, further = loss_terms(self.cross_entropy, hidden, inputs.first_scored), inputs.further
+        cross_entropy = partial(self.cross_entropy, shared=shared)
+        terms, further = loss_terms(cross_entropy, hidden, inputs.first_scored), inputs.further
         if further is None:
             return terms
         states = self._own_share(hidden[:further.token_pass.num_clean])
         for depth, tokens, scored in zip(self.mtp, further.tokens, further.scored, strict=True):
-            states = depth(states, self.embed(tokens), further.token_pass)
-            terms = terms + loss_terms(self.cross_entropy, self.whole(states, further.token_pass), scored)
+            states = depth(states, self.embed(tokens, shared), further.token_pass)
+            terms = terms + loss_terms(cross_entropy, self.whole(states, further.token_pass), scored)
         return terms
 
     def _own_share(self, x: Tensor) -> Tensor:
@@ -188,18 +195,18 @@ class DiffusionGemma(nn.Module):
         tp = self.context.tp
         return F.pad(x, (0, 0, 0, -len(x) % tp.size)).chunk(tp.size)[tp.rank]
 
-    def enter(self, inputs: MicrobatchInputs) -> Tensor:
+    def enter(self, inputs: MicrobatchInputs, shared: SharedWeight | None = None) -> Tensor:
         """What the first pass enters the stack as."""
         # One call for both streams: under sequence parallelism each call deals its own tokens over the ranks.
-        return self.enter_canvas(self.embed(torch.cat([inputs.clean.tokens, inputs.canvas.tokens])), inputs)
+        return self.enter_canvas(self.embed(torch.cat([inputs.clean.tokens, inputs.canvas.tokens]), shared), inputs)
 
-    def enter_again(self, inputs: MicrobatchInputs, signal: Tensor) -> Tensor:
+    def enter_again(self, inputs: MicrobatchInputs, signal: Tensor, shared: SharedWeight | None = None) -> Tensor:
         """What the second pass enters the stack as, from the signal of its draft."""
-        return self.self_conditioning(self.embed(inputs.second_tokens), signal)
+        return self.self_conditioning(self.embed(inputs.second_tokens, shared), signal)
 
-    def draft_signal(self, hidden: Tensor, inputs: MicrobatchInputs) -> Tensor:
+    def draft_signal(self, hidden: Tensor, inputs: MicrobatchInputs, shared: SharedWeight | None = None) -> Tensor:
         """The second pass's signal from the first one's final hidden states, [T, H] of it (see `own`)."""
-        return self.own(self.soft_signal(hidden[inputs.draft_rows].detach()))
+        return self.own(self.soft_signal(hidden[inputs.draft_rows].detach(), shared))
 
     def enter_canvas(self, x: Tensor, inputs: MicrobatchInputs) -> Tensor:
         """The first pass's tokens, those of canvases through the self-conditioning module with the signal that stands for no draft."""
