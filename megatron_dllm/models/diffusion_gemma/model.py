@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ...config import ModelConfig, MoEConfig
 from ...diffusion.inputs import MicrobatchInputs
 from ...diffusion.losses import LossTerms, loss_terms
+from ...kernels.launch import takes
 from ...moe.balance import BalanceLosses, RoutingMonitor
 from ...moe.dispatchers.build import build_dispatcher
 from ...moe.layer import MoELayer
@@ -158,7 +159,12 @@ class DiffusionGemma(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """Soft-capped logits [T, V] of final hidden states [T, H], at least fp32, without gradient over several ranks. For generation:
         training never holds them."""
-        raw, cap = at_least_fp32(F.linear(hidden, self.embedding.weight)), self.config.final_logit_softcapping
+        product, cap = F.linear(hidden, self.embedding.weight), self.config.final_logit_softcapping
+        if takes(product) and self.context.tp.size == 1 and not product.requires_grad:
+            from ...kernels import sampling as kernel  # Triton is there with CUDA alone
+
+            return kernel.soft_capped(product, cap)
+        raw = at_least_fp32(product)
         if self.context.tp.size > 1:
             raw = communication.all_gather(raw.T, self.context.tp)[:self.config.vocab_size].T
         return torch.tanh(raw / cap) * cap
