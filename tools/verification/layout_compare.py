@@ -139,7 +139,7 @@ def compare_wide(case: Case, trace: Trace, context: ParallelContext, fault: str)
     noise = {sample: digest for ranks in gathered for sample, digest in ranks[3].items()}
     return Outcome(
         case.name, fault, trace.seed, trace.routing_gap, _difference(wide.losses, trace.losses), _difference(wide.norms, trace.norms),
-        *worst[:3], abs(narrow.losses[0] - trace.narrow_loss) / max(abs(trace.narrow_loss), 1.0), worst[3],
+        *worst[:3], abs(narrow.losses[0] - trace.narrow.loss) / max(abs(trace.narrow.loss), 1.0), worst[3],
         tuple(sorted({name for ranks in gathered for name in ranks[1]})), noise == trace.noise, sent,
         tuple(text for ranks in gathered for text in ranks[2]))
 
@@ -156,9 +156,9 @@ def _difference(ours: Sequence[float], reference: Sequence[float]) -> float:
 def _narrow_gradients(pieces: Iterator[Piece], trace: Trace, rank: int) -> tuple[Worst, list[str]]:
     worst, by_floor = Worst(), []
     for piece in pieces:
-        reference = piece.cut(trace.narrow_gradients[piece.name])
+        reference = piece.cut(trace.narrow.gradients[piece.name])
         ours = piece.gradient.cpu()
-        worst = _worse(worst, Worst(narrow_excess(ours, reference, trace.narrow_norm), piece.name, rank))
+        worst = _worse(worst, Worst(narrow_excess(ours, reference, trace.narrow.norm), piece.name, rank))
         if ((ours - reference).abs() > 1e-5 * reference.abs()).any():
             by_floor.append(piece.name)
     return worst, by_floor

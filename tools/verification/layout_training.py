@@ -215,8 +215,17 @@ def _whole_canvas(own: np.ndarray, examples: Sequence[PlannedExample], batch: Ba
 
 
 @dataclass(frozen=True)
+class FirstStep:
+    """Loss, gradient norm and gradients (whole, by parameter name) of a first step."""
+
+    loss: float
+    norm: float
+    gradients: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
 class Trace:
-    """What one process computed: tensors are whole, by parameter name. `wide` in fp64, `narrow` the first step in fp32."""
+    """What one process computed in fp64, tensors whole, by parameter name; `narrow`: its first step in fp32, where that was asked for."""
 
     seed: int
     routing_gap: float
@@ -226,22 +235,20 @@ class Trace:
     gradients: Mapping[str, Tensor]
     after_sgd: Mapping[str, Tensor]
     after_adamw: Mapping[str, Tensor]
-    narrow_loss: float
-    narrow_norm: float
-    narrow_gradients: Mapping[str, Tensor]
+    narrow: FirstStep | None
 
 
-def reference_trace(case: Case, first_seed: int, device: torch.device) -> Trace:
+def reference_trace(case: Case, first_seed: int, device: torch.device, *, with_fp32: bool) -> Trace:
     """Train on this process alone. Seeds that cannot be measured (LEAST_GAP) are passed over, by rule: the next one is taken."""
     alone = ParallelContext.single(device)
     plain = case.alone
     for seed in range(first_seed, first_seed + SEEDS_TRIED):
         examples = make_examples(plain.reference, make_run(plain, seed))
-        wide, narrow = (Trainer(plain, alone, dtype, seed, sgd, examples) for dtype in (torch.float64, torch.float32))
-        gaps = record_gaps(wide.model)
-        gradients, narrow_gradients = (first_gradients(run) for run in (wide, narrow))
-        rounding = max(narrow_excess(narrow_gradients[name], gradients[name], wide.norms[0]) for name in gradients)
-        if min(gaps) < LEAST_GAP or rounding > LARGEST_ROUNDING:
+        wide = Trainer(plain, alone, torch.float64, seed, sgd, examples)
+        gaps, gradients = record_gaps(wide.model), first_gradients(wide)
+        narrow = first_step(Trainer(plain, alone, torch.float32, seed, sgd, examples)) if with_fp32 else None
+        if min(gaps) < LEAST_GAP or narrow is not None and LARGEST_ROUNDING < max(
+                narrow_excess(narrow.gradients[name], gradients[name], wide.norms[0]) for name in gradients):
             continue
         adamw_run = second_run(wide)
         wide.update()
@@ -252,7 +259,7 @@ def reference_trace(case: Case, first_seed: int, device: torch.device) -> Trace:
         finish(adamw_run)
         return Trace(
             seed, min(gaps), wide.noise, tuple(wide.losses), tuple(wide.norms), gradients, parameters(wide), parameters(adamw_run),
-            narrow.losses[0], narrow.norms[0], narrow_gradients)
+            narrow)
     raise AssertionError(f"no seed that can be measured in {SEEDS_TRIED} from {first_seed}")
 
 
@@ -284,6 +291,12 @@ def finish(run: Trainer) -> None:
         run.gradients()
         run.update()
     run.optimizer.finish_gathers()
+
+
+def first_step(run: Trainer) -> FirstStep:
+    """Of one process."""
+    gradients = first_gradients(run)
+    return FirstStep(run.losses[0], run.norms[0], gradients)
 
 
 def first_gradients(run: Trainer) -> dict[str, Tensor]:

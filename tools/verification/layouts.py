@@ -220,7 +220,7 @@ def share_references(cases: Sequence[Case], arguments: argparse.Namespace, base:
     traces = {}
     for place, (reference, case) in enumerate(sorted(firsts.items(), key=repr)):
         if place % base.world.size == base.world.rank:
-            exact = reference_trace(case, arguments.seed, base.device)
+            exact = reference_trace(case, arguments.seed, base.device, with_fp32=arguments.dtype == "fp64")
             traces[reference] = exact if arguments.dtype == "fp64" else low_trace(case, exact, base.device)
     gathered: list = [None] * base.world.size
     dist.all_gather_object(gathered, traces)
