@@ -79,6 +79,7 @@ class Bucket:
     missing: int = 0  # gradients that the last backward has still to give
     pending: Pending | None = field(default=None, repr=False)
     gathering: Pending | None = field(default=None, repr=False)
+    main_gradients: list[MainGradient] = field(default_factory=list, repr=False)  # of its parameters, where these are of 16 bits
 
     @property
     def own(self) -> slice:
@@ -93,8 +94,18 @@ class Bucket:
         parameter, start = self.parameters[number], self.places[number]
         return self.gradients[start:start + parameter.numel()].view(parameter.shape)
 
+    def start_anew(self) -> None:
+        """Forget what has been accumulated. Where kernels add all of it they are told, and no zeros are written."""
+        if self.main_gradients and all(gradient.is_used for gradient in self.main_gradients):
+            for gradient in self.main_gradients:
+                gradient.start_anew()
+        else:
+            self.gradients.zero_()
+
     def start_sum(self) -> None:
         """Begin to sum over the group; `finish_sum` must follow."""
+        for gradient in self.main_gradients:
+            gradient.settle()
         if self.weights is None:
             self.pending = communication.start_all_reduce(self.gradients, self.group, overwrite=True)
         else:
@@ -137,7 +148,6 @@ class GradientBuckets:
     def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], context: ParallelContext, *, sharded: bool = False,
                  bucket_elements: int = BUCKET_ELEMENTS):
         self.buckets: list[Bucket] = []
-        self._main_gradients: list[MainGradient] = []
         self._hooks: list[RemovableHandle] = []
         self._last = False
         self._started = 0
@@ -160,6 +170,8 @@ class GradientBuckets:
 
         def accumulate(source: nn.Parameter) -> None:
             if source.grad is not total:  # 16 bits, or somebody has dropped the gradient
+                if not is_wide:
+                    source.main_gradient.settle()
                 total.add_(source.grad)
                 source.grad = total if is_wide else None
             note_added()
@@ -167,14 +179,15 @@ class GradientBuckets:
         self._hooks.append(parameter.register_post_accumulate_grad_hook(accumulate))
         if not is_wide:
             parameter.main_gradient = MainGradient(total, note_added)
-            self._main_gradients.append(parameter.main_gradient)
+            bucket.main_gradients.append(parameter.main_gradient)
 
     def release(self) -> None:
         """Add up no more gradients. Python does not see the cycles through hooks: with them, model and buckets are never freed."""
         for hook in self._hooks:
             hook.remove()
-        for main_gradient in self._main_gradients:
-            main_gradient.release()
+        for bucket in self.buckets:
+            for main_gradient in bucket.main_gradients:
+                main_gradient.release()
 
     def last_microbatch(self) -> None:
         """The next backward is the step's last: a bucket whose gradients are complete is summed while it goes on."""
@@ -199,9 +212,7 @@ class GradientBuckets:
     def zero(self) -> None:
         """Forget what has been accumulated."""
         for bucket in self.buckets:
-            bucket.gradients.zero_()
-        for gradient in self._main_gradients:
-            gradient.forget()
+            bucket.start_anew()
 
     def scale(self, factor: Tensor) -> None:
         """Multiply every gradient that this rank has the sum of."""

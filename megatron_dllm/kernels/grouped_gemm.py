@@ -22,6 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .launch import next_power_of_2, processors
 
+CLEARED = 4096  # numbers a program clears at once
 ENTRY = 4  # int32 of an entry of the table of tiles: expert, first row, rows, none
 
 
@@ -112,13 +113,13 @@ def _product(x, weight, y, table, number, D: tl.constexpr, F: tl.constexpr, TRAN
 
 
 @triton.jit
-def _weight_gradient(dy, x, starts, more_dy, more_x, more_starts, grad, NUM_EXPERTS: tl.constexpr, F: tl.constexpr, D: tl.constexpr,
-                     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, ADD: tl.constexpr, FLATTEN: tl.constexpr):
+def _weight_gradient(dy, x, starts, more_dy, more_x, more_starts, grad, is_fresh, NUM_EXPERTS: tl.constexpr, F: tl.constexpr,
+                     D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, FLATTEN: tl.constexpr):
     """dy, x: ragged descriptors, which read zeros outside the expert's rows; more_: a second part, or None; grad [E, F, D]: a descriptor
     of half a tile.
 
-    ADD: grad = grad + G, else grad = G. Reading it through registers takes 1.15 ms where the memory's own addition takes 1.64 (H200, 128
-    experts of 1408 x 2816, 8192 rows).
+    grad = G where there is no `is_fresh`, or it is 1; otherwise grad = grad + G. Reading it through registers takes 1.15 ms where the
+    memory's own addition takes 1.64 (H200, 128 experts of 1408 x 2816, 8192 rows).
     """
     ACROSS: tl.constexpr = (D + COLUMNS - 1) // COLUMNS
     TILES: tl.constexpr = (F + ROWS - 1) // ROWS * ACROSS
@@ -139,18 +140,26 @@ def _weight_gradient(dy, x, starts, more_dy, more_x, more_starts, grad, NUM_EXPE
                 total = tl.dot(left.T, right, total)
         # Half a tile at a time: a whole one in fp32 would leave too little shared memory for the loop's own tiles.
         first, second = total.reshape(ROWS, 2, COLUMNS // 2).permute(0, 2, 1).split()
-        _put(grad, expert, down, across, first, ADD)
-        _put(grad, expert, down, across + COLUMNS // 2, second, ADD)
+        _put(grad, expert, down, across, first, is_fresh)
+        _put(grad, expert, down, across + COLUMNS // 2, second, is_fresh)
 
 
 @triton.jit
-def _put(grad, expert, down, across, values, ADD: tl.constexpr):
+def _put(grad, expert, down, across, values, is_fresh):
     """Store or add a part of a gradient."""
     part = values.reshape(1, values.shape[0], values.shape[1])
-    if ADD:
-        grad.store([expert, down, across], grad.load([expert, down, across]) + part)
-    else:
-        grad.store([expert, down, across], part.to(grad.dtype))
+    if is_fresh is not None:
+        if tl.load(is_fresh) == 0:
+            part += grad.load([expert, down, across])
+    grad.store([expert, down, across], part.to(grad.dtype))
+
+
+@triton.jit
+def _clear_fresh(total, is_fresh, size, BLOCK: tl.constexpr):
+    """Zeros in `total` if it is fresh, otherwise nothing."""
+    for at in range(tl.program_id(0) * BLOCK, size * tl.load(is_fresh), tl.num_programs(0) * BLOCK):
+        place = at + tl.arange(0, BLOCK)
+        tl.store(total + place, tl.zeros((BLOCK,), tl.float32), mask=place < size)
 
 
 def place_tiles(counts: Tensor, num_rows: int, height: int) -> RowTiles:
@@ -175,22 +184,39 @@ def product(x: Tensor, weight: Tensor, tiles: RowTiles, tiling: Tiling, *, trans
     return y
 
 
-def weight_gradient(parts: Sequence[OuterProducts], tiling: Tiling, *, total: Tensor | None = None) -> Tensor:
-    """G [E, F, D], the sum of one or two parts, in their dtype, or added to `total` fp32 of as many elements. Zero without rows."""
-    dy, x, starts = parts[0].dy, parts[0].x, parts[0].tiles.starts
-    num_experts, width, depth = len(starts) - 1, dy.shape[1], x.shape[1]
-    grad = x.new_empty(num_experts, width, depth) if total is None else total.view(num_experts, width, depth)
-    filled = [part for part in parts if len(part.x)]
-    if not filled:
-        return grad.zero_() if total is None else grad
-    rows = [argument for part in filled for argument in (
+def weight_gradient(parts: Sequence[OuterProducts], tiling: Tiling) -> Tensor:
+    """G [E, F, D], the sum of one or two parts, in their dtype. Zero for experts without rows."""
+    part = parts[0]
+    grad = part.x.new_empty(len(part.tiles.starts) - 1, part.dy.shape[1], part.x.shape[1])
+    if not any(len(part.x) for part in parts):
+        return grad.zero_()
+    _launch_weight_gradient(parts, tiling, grad, None)
+    return grad
+
+
+def add_weight_gradient(parts: Sequence[OuterProducts], tiling: Tiling, total: Tensor, is_fresh: Tensor) -> None:
+    """total = total + G, or G where `is_fresh` int32 [1] is 1 (which then becomes 0); total fp32, of as many elements as G."""
+    if any(len(part.x) for part in parts):
+        part = parts[0]
+        _launch_weight_gradient(parts, tiling, total.view(len(part.tiles.starts) - 1, part.dy.shape[1], part.x.shape[1]), is_fresh)
+        is_fresh.zero_()
+
+
+def clear_fresh(total: Tensor, is_fresh: Tensor) -> None:
+    """Zeros in `total` fp32 if `is_fresh` int32 [1] is 1 (which then becomes 0). The host waits for nothing."""
+    _clear_fresh[(4 * processors(total.device),)](total, is_fresh, total.numel(), BLOCK=CLEARED)
+    is_fresh.zero_()
+
+
+def _launch_weight_gradient(parts: Sequence[OuterProducts], tiling: Tiling, grad: Tensor, is_fresh: Tensor | None) -> None:
+    num_experts, width, depth = grad.shape
+    rows = [argument for part in parts if len(part.x) for argument in (
         create_ragged_descriptor(part.dy, [tiling.depth, tiling.rows]), create_ragged_descriptor(part.x, [tiling.depth, tiling.columns]),
         part.tiles.starts)]
-    _weight_gradient[_programs(x, tiling)](
-        *rows, *[None] * (6 - len(rows)), TensorDescriptor.from_tensor(grad, [1, tiling.rows, tiling.columns // 2]),
+    _weight_gradient[_programs(grad, tiling)](
+        *rows, *[None] * (6 - len(rows)), TensorDescriptor.from_tensor(grad, [1, tiling.rows, tiling.columns // 2]), is_fresh,
         NUM_EXPERTS=num_experts, F=width, D=depth, ROWS=tiling.rows, COLUMNS=tiling.columns, DEPTH=tiling.depth,
-        ADD=total is not None, FLATTEN=tiling.flatten, num_warps=tiling.warps, num_stages=tiling.stages)
-    return grad
+        FLATTEN=tiling.flatten, num_warps=tiling.warps, num_stages=tiling.stages)
 
 
 def _programs(x: Tensor, tiling: Tiling) -> tuple[int]:

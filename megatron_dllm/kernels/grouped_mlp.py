@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from . import gated_gelu
-from .grouped_gemm import OuterProducts, RowTiles, Tiling, place_tiles, product, weight_gradient
+from .grouped_gemm import OuterProducts, RowTiles, Tiling, add_weight_gradient, place_tiles, product, weight_gradient
 
 Sink = Callable[[OuterProducts], None]
 
@@ -89,7 +89,10 @@ def grouped_mlp(rows: Tensor, gate_up: Tensor, down: Tensor, counts: Tensor, *, 
     return product(gated_gelu.value(_to_hidden(rows, gate_up, tiles)), down, tiles, ROWS_TILING)
 
 
-def add_weight_gradient(total: Tensor, parts: Sequence[OuterProducts]) -> None:
-    """Add the gradient that `parts` make to `total` fp32, two of them at a time: reading and writing it is most of the work."""
+def add_parts(total: Tensor, parts: Sequence[OuterProducts], is_fresh: Tensor) -> None:
+    """Add the gradient that `parts` make to `total` fp32, two of them at a time: reading and writing it is most of the work.
+
+    Where `is_fresh` int32 [1] is 1 they replace what is there; then it becomes 0 (not where no part has rows).
+    """
     for first in range(0, len(parts), 2):
-        weight_gradient(parts[first:first + 2], WEIGHTS_TILING, total=total)
+        add_weight_gradient(parts[first:first + 2], WEIGHTS_TILING, total, is_fresh)

@@ -16,6 +16,7 @@ from torch.nn import Parameter
 from ..config import ModelConfig
 from ..kernels.launch import has_large_shared_memory
 from ..parallel import ParallelContext, place
+from ..parallel.main_gradient import Kernels
 from ..tensor_parallel.initialization import Init, make_parameter
 from ..tensor_parallel.linear import unadapted
 from ..transformer.activations import gated_gelu
@@ -77,12 +78,13 @@ class Experts(nn.Module):
 def mlp_by_kernels(rows: Tensor, gate_up: Parameter, down: Parameter, counts: Tensor) -> Tensor:
     """The feed-forward by our kernels, which add the weights' gradients to their fp32 buffers where there are some."""
     from ..kernels import grouped_mlp as kernel  # Triton is there with CUDA alone
+    from ..kernels.grouped_gemm import clear_fresh
 
     def deferred(weight: Parameter) -> kernel.Deferred | None:
         gradient = weight.main_gradient
         if gradient is None:
             return None
-        return kernel.Deferred(gradient.ticket, partial(gradient.put_off, kernel.add_weight_gradient))
+        return kernel.Deferred(gradient.ticket, partial(gradient.put_off, Kernels(kernel.add_parts, clear_fresh)))
 
     return kernel.grouped_mlp(rows, gate_up, down, counts, deferred_up=deferred(gate_up), deferred_down=deferred(down))
 

@@ -2,17 +2,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 
+@dataclass(frozen=True)
+class Kernels:
+    """What changes a buffer.
+
+        add(total, parts, is_fresh)   adds the parts' sum, or puts it in the place of a fresh total
+        clear(total, is_fresh)        puts zeros into a fresh total, and leaves another as it is
+
+    Both leave it not fresh; `add` may leave it as it is where the sum is zero.
+    """
+
+    add: Callable[[Tensor, Sequence[Any], Tensor], None]
+    clear: Callable[[Tensor, Tensor], None]
+
+
 class MainGradient:
     """A parameter's gradient beside autograd, which would make it in 16 bits for every use, add those, and add the sum to the buffer.
 
-        total   the buffer, fp32, in the parameter's shape
-        ticket  stands for the parameter in the graph: it has no elements and asks for a gradient, an empty one, from every use
+        total     the buffer, fp32, in the parameter's shape
+        is_fresh  int32 [1], on the device, so that a CUDA graph can ask it: 1 if the buffer counts as zeros, whatever is in it
+        ticket    stands for the parameter in the graph: it has no elements and asks for a gradient, an empty one, from every use
 
     Uses put the parts of the gradient off until autograd has been through all of them in a backward; then the parts are added at once,
     since reading and writing the buffer is most of the work, and `then` is called.
@@ -20,27 +36,39 @@ class MainGradient:
 
     def __init__(self, total: Tensor, then: Callable[[], None]):
         self.total, self.then = total, then
+        self.is_fresh = torch.zeros(1, dtype=torch.int32, device=total.device)
         self.ticket = torch.zeros(0, device=total.device, requires_grad=True)
         self._hook = self.ticket.register_post_accumulate_grad_hook(self._complete)
         self._parts: list[Any] = []
-        self._add: Callable[[Tensor, Sequence[Any]], None] | None = None
+        self._kernels: Kernels | None = None
 
-    def put_off(self, add: Callable[[Tensor, Sequence[Any]], None], part: Any) -> None:
-        """Have add(total, parts) called once with this part and all others of the backward; the ticket's gradient must follow."""
-        self._add = add
+    @property
+    def is_used(self) -> bool:
+        """Whether kernels have ever added to it."""
+        return self._kernels is not None
+
+    def put_off(self, kernels: Kernels, part: Any) -> None:
+        """Have the kernels add this part together with all others of the backward; the ticket's gradient must follow."""
+        self._kernels = kernels
         self._parts.append(part)
 
     def release(self) -> None:
         """Take no more parts, and be free to go: Python does not see the cycle through the ticket's hook."""
         self._hook.remove()
 
-    def forget(self) -> None:
-        """Drop parts that a backward which has failed has left."""
+    def start_anew(self) -> None:
+        """Count the buffer as zeros, which are not written; drop parts that a failed backward has left. Only where `is_used`."""
         self._parts = []
+        self.is_fresh.fill_(1)
+
+    def settle(self) -> None:
+        """Have zeros in the buffer if it counts as zeros: before anything but the kernels reads it."""
+        if self.is_used:
+            self._kernels.clear(self.total, self.is_fresh)
 
     @torch.no_grad()
     def _complete(self, ticket: Tensor) -> None:
         ticket.grad = None
         parts, self._parts = self._parts, []
-        self._add(self.total, parts)
+        self._kernels.add(self.total, parts, self.is_fresh)
         self.then()

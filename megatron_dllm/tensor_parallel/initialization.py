@@ -65,7 +65,8 @@ def _key(seed: int, name: str, expert: int | None) -> int:
 def make_parameter(name: str, placement: Placement, *, init: Init, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
     """Our shard of the parameter `name`, drawn whole and cut (experts: one by one, along dimension 0); fill is zero.
 
-    Its `placement` attribute is the placement; `main_gradient` is None until gradients get a buffer (see data_parallel.buckets). With `hold_fp32` the dtype is fp32 at least.
+    Its `placement` attribute is the placement; `main_gradient` is None until gradients get a buffer (see data_parallel.buckets). With
+    `hold_fp32` the dtype is fp32 at least.
     """
     if placement.hold_fp32:
         dtype = torch.promote_types(dtype, torch.float32)

@@ -77,13 +77,14 @@ def test_rows_after_the_last_experts_are_not_read(device):
 
 
 @DEVICES
-@pytest.mark.parametrize("num_calls", [1, 2, 3])
-def test_gradients_of_several_calls_are_added_to_fp32(num_calls, device):
+@pytest.mark.parametrize("num_calls, is_fresh", [(1, False), (2, False), (2, True), (3, False), (3, True)])
+def test_gradients_of_several_calls_are_added_to_fp32(num_calls, is_fresh, device):
     need_kernels(device)
-    from megatron_dllm.kernels.grouped_mlp import Deferred, add_weight_gradient, grouped_mlp
+    from megatron_dllm.kernels.grouped_mlp import Deferred, add_parts, grouped_mlp
 
     starts = [torch.randn(4, 2 * INNER * HIDDEN, device=device), torch.randn(4, HIDDEN * INNER, device=device)]
-    totals, wanted, parts = [x.clone() for x in starts], [x.double() for x in starts], ([], [])
+    totals, parts = [x.clone() for x in starts], ([], [])
+    wanted = [x.double() * (not is_fresh) for x in starts]
     tickets = [torch.zeros(0, device=device, requires_grad=True) for _ in totals]
     losses = 0
     for counts in (COUNTS["odd"], (0, 0, 0, 0), (1, 0, 2, 0))[:num_calls]:
@@ -97,10 +98,26 @@ def test_gradients_of_several_calls_are_added_to_fp32(num_calls, device):
     losses.backward()
     assert all(weight.grad is None for weight in inputs[1:3]) and all(ticket.grad is not None for ticket in tickets)
     for total, part, want, start in zip(totals, parts, wanted, starts, strict=True):
-        add_weight_gradient(total, part)
+        if is_fresh:
+            start.zero_()
+            total.fill_(float("nan"))
+        fresh = torch.tensor([is_fresh], dtype=torch.int32, device=device)
+        add_parts(total, part, fresh)
+        assert fresh.item() == 0
         # What is multiplied has been rounded to bf16 twice on the way, which no sum makes larger.
         assert (total - want).abs().max() <= 2**-7 * (want - start).abs().max()
         assert torch.equal(total[1], start[1]), "an expert without rows leaves the buffer as it is"
+
+
+@DEVICES
+def test_clear_fresh(device):
+    need_kernels(device)
+    from megatron_dllm.kernels.grouped_gemm import clear_fresh
+
+    for is_fresh, size in ((0, 5), (1, 5), (1, 50_001)):
+        room, fresh = torch.full((size + 1,), float("nan"), device=device), torch.tensor([is_fresh], dtype=torch.int32, device=device)
+        clear_fresh(room[:size], fresh)
+        assert room.isnan().sum() == (1 if is_fresh else size + 1) and fresh.item() == 0
 
 
 @DEVICES

@@ -38,6 +38,9 @@ def run(experts, uses, factor):
 def test_kernels_fill_the_buckets(uses, device):
     need_kernels(device)
     (fast, ours), (plain, wanted) = (experts_of(device, by_kernels=by_kernels) for by_kernels in (True, False))
+    run(fast, uses, 1.0)
+    for buckets in (ours, wanted):
+        buckets.zero()
     for factor in (1.0, 0.5):  # two microbatches
         for got, want in zip(run(fast, uses, factor), run(plain, uses, factor), strict=True):
             assert torch.allclose(got.float(), want.float(), rtol=0, atol=2**-6 * float(want.abs().max()) if want.numel() else 0)
@@ -79,3 +82,31 @@ def test_what_a_failed_backward_leaves_is_dropped_with_the_gradients(device):
     fresh, clean = experts_of(device, by_kernels=True)
     run(fresh, USES["one"], 1.0)
     assert all(torch.equal(a.gradient, b.gradient) for a, b in zip(buckets.pieces(), clean.pieces(), strict=True))
+
+
+@DEVICES
+def test_a_gradient_that_nothing_reaches_is_zero(device):
+    need_kernels(device)
+    experts, buckets = experts_of(device, by_kernels=True)
+    for uses in ([], USES["one without rows"][1:]):
+        run(experts, USES["one"], 1.0)
+        buckets.zero()
+        buckets.last_microbatch()
+        assert all(piece.gradient.any() for piece in buckets.pieces()), "what the last step has left, which counts as zeros"
+        if uses:
+            run(experts, uses, 1.0)
+        buckets.finish()
+        assert not any(piece.gradient.any() for piece in buckets.pieces())
+
+
+@DEVICES
+def test_autograd_adds_to_what_counts_as_zeros(device):
+    need_kernels(device)
+    experts, buckets = experts_of(device, by_kernels=True)
+    run(experts, USES["one"], 1.0)
+    buckets.zero()
+    experts.by_kernels = False
+    run(experts, USES["one"], 1.0)
+    plain, wanted = experts_of(device, by_kernels=False)
+    run(plain, USES["one"], 1.0)
+    assert all(torch.equal(a.gradient, b.gradient) for a, b in zip(buckets.pieces(), wanted.pieces(), strict=True))
