@@ -153,7 +153,7 @@ class Trainer:
         tokens = TokenCounts.of(prepared.batch.plan, self.run.objective)
         operations = step_operations(
             self.run.model, tokens, recompute=self.run.training.recompute_granularity,
-            recompute_modules=self.run.training.recompute_modules)
+            recompute_modules=self.run.training.recompute_modules, frozen=self.has_adapters)
         now = time.perf_counter()
         meter.add(now - since, tokens, operations)
         return now

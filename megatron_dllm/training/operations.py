@@ -58,7 +58,7 @@ class StepOperations:
         draft     forward of the draft passes, which have no backward
         forward   forward of everything with a gradient
         backward  input and weight gradients, as if every weight is trained: twice the forward, and once for the soft embedding, whose
-                  probabilities are detached
+                  probabilities are detached; beside adapters no weight gradients
         repeated  forward work done again in the backward, by --recompute-granularity and by the soft embedding, which keeps no logits
     """
 
@@ -124,8 +124,11 @@ def mtp_operations(model: ModelConfig, tokens: TokenCounts, head: int) -> float:
 
 
 def step_operations(model: ModelConfig, tokens: TokenCounts, *, recompute: str | None = None,
-                    recompute_modules: tuple[str, ...] = ()) -> StepOperations:
-    """The operations of one step. `recompute` and its modules are --recompute-granularity and --recompute-modules."""
+                    recompute_modules: tuple[str, ...] = (), frozen: bool = False) -> StepOperations:
+    """The operations of one step. `recompute` and its modules are --recompute-granularity and --recompute-modules.
+
+    `frozen`: adapters are trained beside weights that get no gradient. Their own operations, some percent at most, are not counted.
+    """
     window, drafted = model.window_size, tokens.self_conditioned
     num_draft = int(tokens.canvas[drafted].sum())
     head = 2 * model.hidden_size * model.vocab_size
@@ -148,9 +151,11 @@ def step_operations(model: ModelConfig, tokens: TokenCounts, *, recompute: str |
         "head": (tokens.encoder_targets + tokens.decoder_targets) * head}
     draft = stack_operations(model, tokens=num_draft, full_pairs=pairs(drafted, None), sliding_pairs=pairs(drafted, window))
     backward = {part: n if part == "soft_embedding" else 2 * n for part, n in forward.items()}
-    return StepOperations(
-        draft=draft | {"head": num_draft * head}, forward=forward, backward=backward,
-        repeated=repeated | {"soft_embedding": num_draft * head})
+    repeated |= {"soft_embedding": num_draft * head}
+    if frozen:  # the input's gradient alone; what stands before the layers, and no embedding, gets none
+        backward = {part: n if part == "attention" else n // 2 for part, n in backward.items()}
+        backward["self_conditioning"] = backward["soft_embedding"] = repeated["soft_embedding"] = 0
+    return StepOperations(draft=draft | {"head": num_draft * head}, forward=forward, backward=backward, repeated=repeated)
 
 
 def _repeated(layers: Operations, recompute: str | None, modules: tuple[str, ...]) -> Operations:

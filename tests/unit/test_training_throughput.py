@@ -106,6 +106,16 @@ def test_step_operations_count_recompute_apart(case):
     assert done.hardware - done.model == sum(plain.forward[part] for part in parts)
 
 
+def test_step_operations_beside_adapters_lack_weight_gradients():
+    tokens = counts([12], [(4, 8, True)], encoder_targets=11, decoder_targets=4)
+    trained, frozen = step_operations(TINY, tokens), step_operations(TINY, tokens, frozen=True)
+    assert frozen.forward == trained.forward and frozen.draft == trained.draft
+    for part in ("projections", "mlp", "experts", "head"):
+        assert frozen.backward[part] == frozen.forward[part] == trained.backward[part] / 2
+    assert frozen.backward["attention"] == trained.backward["attention"]
+    assert frozen.backward["soft_embedding"] == frozen.repeated["soft_embedding"] == 0
+
+
 def test_step_operations_refuses_unknown_recompute():
     with pytest.raises(ValueError, match="--recompute-granularity partial"):
         step_operations(TINY, counts([5]), recompute="partial")
