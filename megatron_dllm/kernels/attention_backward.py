@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .attention_parts import product, rows_at, sees
+from .attention_parts import product, rows_at, sees, sees_any
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -44,8 +44,8 @@ def probabilities(query, key, value, dout, lse, delta, bounds, pairs, p_tiles, d
             place % TILE * query_stride + place // TILE * query_head_stride, inside,
             key + (key_tile * TILE).to(tl.int64) * key_stride + first_head // GROUP * key_head_stride, column * key_stride, key_inside,
             DIM, PANEL, STAGES, PACK * TILE, TILE, PRECISION)
-        shift = tl.load(lse + at_row, mask=inside, other=float("-inf")) * LOG2_E
-        shift = tl.where(shift == float("-inf"), float("inf"), shift)  # a query that sees nothing: p is 0
+        # A query that sees nothing here has p = 0, whatever it sees elsewhere.
+        shift = tl.where(sees_any(bounds, row), tl.load(lse + at_row, mask=inside, other=0.0) * LOG2_E, float("inf"))
         if is_full == 0:
             scores = tl.where(sees(bounds, row, key_row), scores, float("-inf"))
         # Rounded before the second product, for whose time fp32 would take twice the registers.

@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .attention_parts import rows_at, sees
+from .attention_parts import rows_at, sees, sees_any
 
 
 @triton.jit
@@ -70,9 +70,7 @@ def forward(query, key, value, out, lse, bounds, rows, masked, num_queries, num_
                                       total, largest, mixed, True, DIM, PRECISION)
 
     LN_2: tl.constexpr = 0.6931471805599453
-    # A query that sees nothing may stand in a tile that is full for the others.
-    clean = tl.load(bounds + row * 4) < tl.load(bounds + row * 4 + 1)
-    seeing = clean | (tl.load(bounds + row * 4 + 2) < tl.load(bounds + row * 4 + 3))
+    seeing = sees_any(bounds, row)
     total = tl.where(seeing, total, 1.0)
     y = tl.where(seeing[:, None], mixed / total[:, None], 0.0)
     inside = row < num_queries

@@ -15,6 +15,13 @@ def sees(bounds, row, column):
 
 
 @triton.jit
+def sees_any(bounds, row):
+    """bool [rows]: whether queries `row` see any key. Those that see none may stand in a tile that is full for the others."""
+    clean = tl.load(bounds + row * 4) < tl.load(bounds + row * 4 + 1)
+    return clean | (tl.load(bounds + row * 4 + 2) < tl.load(bounds + row * 4 + 3))
+
+
+@triton.jit
 def rows_at(x, at, inside, column):
     """x[at + column] for `at` [rows], where rows start (near each other: int32); 0 in rows that are not `inside`."""
     return tl.load(x + at[:, None] + column[None, :], mask=inside[:, None], other=0.0)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .attention_parts import product, rows_at, sees
+from .attention_parts import product, rows_at, sees, sees_any
 
 
 @triton.jit(do_not_specialize=["num_queries", "num_keys"])
@@ -35,9 +35,9 @@ def tile_probabilities(query, key, bounds, pairs, p_tiles, peaks, sums, num_quer
             scores = tl.where(sees(bounds, row, key_row), scores, float("-inf"))
         peak = tl.max(scores, 1)
         p = tl.exp2(scores - tl.where(peak == float("-inf"), 0.0, peak)[:, None])
-        at = (slot * HEADS + first_head).to(tl.int64) * TILE + place
-        tl.store(peaks + at, peak)
-        tl.store(sums + at, tl.sum(p, 1))
+        at, seeing = (slot * HEADS + first_head).to(tl.int64) * TILE + place, sees_any(bounds, row)
+        tl.store(peaks + at, tl.where(seeing, peak, float("-inf")))
+        tl.store(sums + at, tl.where(seeing, tl.sum(p, 1), 0.0))
         tl.store(p_tiles + at[:, None] * TILE + column[None, :], p.to(p_tiles.dtype.element_ty))
 
 

@@ -33,6 +33,7 @@ LAYOUTS = {
     "documents and canvases": (causal(19) + causal(30, 19) + canvases([(0, 7), (19, 20), (0, 0)], 5, 49), 64),
     "windows": (windowed(causal(41), 9) + canvases([(20, 28)], 20, 41), 61),
     "blind queries": ([NOTHING] * 3 + causal(18) + [NOTHING] * 20, 18),
+    "blind among seeing": ([(0, 48, 0, 0)] * 5 + [NOTHING] * 3 + [(0, 16, 32, 48)] * 11, 48),
     "canvases over a context": (canvases([(0, 40), (40, 41), (41, 70)], 17, 70), 121),
 }
 LONG = {
@@ -87,7 +88,7 @@ def compare(name, heads, groups, dim, dtype, device, **lists):
 
 @pytest.mark.parametrize("name, heads, groups, dtype", [
     ("one token", 2, 1, torch.float32), ("17 tokens", 2, 2, torch.bfloat16), ("documents and canvases", 2, 1, torch.float32),
-    ("blind queries", 1, 1, torch.float32), ("canvases over a context", 1, 1, torch.bfloat16)])
+    ("blind among seeing", 1, 1, torch.float32), ("canvases over a context", 1, 1, torch.bfloat16)])
 def test_attention_interpreted(name, heads, groups, dtype):
     need_kernels("cpu")
     compare(name, heads, groups, 16, dtype, "cpu", tile=16)
