@@ -280,3 +280,12 @@ def graphs_need_attention(impl: str, layer_types: tuple[str, ...]) -> Fault | No
     if impl == "none" or "linear" not in layer_types:
         return None
     return Fault("linear layers are not recorded yet", "set --cuda-graph-impl none", NO_GRAPHS)
+
+
+@check("cuda_graph_impl", "kv_channels", "global_kv_channels")
+def graphs_need_attention_kernels(impl: str, *head_dims: int) -> Fault | None:
+    """Attention without the kernels is cut by the lengths of the batch, which the host reads."""
+    if impl == "none" or all(16 <= size <= 512 and size & (size - 1) == 0 for size in head_dims):
+        return None
+    return Fault("only attention of head dimensions that are powers of two from 16 to 512 is recorded",
+                 "set --kv-channels and --global-kv-channels to such numbers, or --cuda-graph-impl none", NO_GRAPHS)  # fmt: skip

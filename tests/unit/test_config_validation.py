@@ -79,6 +79,7 @@ CASES: list[tuple[str, dict, int, str]] = [
     ("graphs_need_own_balance", GRAPHS | {"moe_aux_loss_coeff": 0.1}, 2, "set --moe-aux-loss-coeff 0 (--moe-router-enable-expert-bias"),
     ("graphs_keep_activations", GRAPHS | {"recompute_granularity": "full"}, 1, "leave --recompute-granularity out"),
     ("graphs_need_attention", GRAPHS | {"layer_types": LINEAR}, 1, "linear layers are not recorded yet"),
+    ("graphs_need_attention_kernels", GRAPHS | {"kv_channels": 24}, 1, "powers of two from 16 to 512 is recorded"),
     ("some_data", {"data_path": ()}, 1, "there is nothing to train on; give --data-path, or set --data-source to sudoku"),
     ("blend_alternates", {"data_path": ("0.5", "a", "b")}, 1, "weights and paths must alternate"),
     ("columns_are_pairs", {"data_columns": ("messages=x", "prompt")}, 1, "prompt is not OURS=THEIRS"),
