@@ -71,9 +71,12 @@ def _start(trainer: Trainer) -> Mapping[str, str]:
     source = _load_pretrained(trainer, Path(path)) if path else None
     if not trainer.has_adapters:
         return {}
-    if source is None:
-        return {"path": "", "fingerprint": f"random weights of --seed {run.training.seed}, --init-method-std {run.model.init_method_std}"}
-    return {"path": str(Path(path).resolve()), "fingerprint": fingerprint(source, trainer.model.dtype)}
+    base = {"path": "", "fingerprint": f"random weights of --seed {run.training.seed}, --init-method-std {run.model.init_method_std}"}
+    if source is not None:
+        base = {"path": str(Path(path).resolve()), "fingerprint": fingerprint(source, trainer.model.dtype)}
+    _say(trainer, f"adapters of rank {run.lora.lora_rank}, alpha {run.lora.lora_alpha:g} for {', '.join(run.lora.lora_targets)}, beside "
+         f"{base['path'] or base['fingerprint']}, which stays as it is")
+    return base
 
 
 def _check_adapters(trainer: Trainer, found: store.Checkpoint, base: Mapping[str, str]) -> None:

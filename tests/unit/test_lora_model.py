@@ -9,6 +9,7 @@ from megatron_dllm.models.diffusion_gemma.build import build_model
 from megatron_dllm.models.diffusion_gemma.lora import TARGETS, add_adapters, is_adapter
 from megatron_dllm.parallel import ParallelContext
 from megatron_dllm.tensor_parallel.initialization import Initializer
+from megatron_dllm.training.optimizer import MasterOptimizer
 from tests.unit.toy import CONFIG, toy_inputs, toy_model, toy_plan
 
 RANK, ALPHA = 3, 6.0
@@ -91,6 +92,11 @@ def test_build_holds_frozen_weights_in_the_compute_dtype():
     assert all(dtype == torch.bfloat16 for name, dtype in dtypes.items() if ".router.adapter" not in name)
     assert all(dtype == torch.float32 for name, dtype in dtypes.items() if ".router.adapter" in name)
     assert {name for name, p in model.named_parameters() if p.requires_grad} == set(filter(is_adapter, dtypes))
+    # No bucket, master or moment for what is frozen.
+    optimizer = MasterOptimizer(model, run.optimizer, ParallelContext.single())
+    assert {held.name for held in optimizer.held} == optimizer.parameters.keys() == set(filter(is_adapter, dtypes))
+    assert sum(bucket.gradients.numel() for bucket in optimizer.buckets.buckets) == optimizer.num_trained
+    assert all(held.master.dtype == torch.float32 for held in optimizer.held)
     for target, layers in (("q_proj", 6), ("mlp.down", 7), ("router", 6), ("self_conditioning", 2), ("gate_up_adapter", 6)):
         assert sum(target in name and name.endswith("adapter.a") for name in dtypes) == layers, target
 

@@ -1,12 +1,14 @@
 """Runs that train adapters: the loss falls, the base stays bit for bit, checkpoints hold adapters alone and resume bit for bit."""
 import contextlib
 import io
+import json
 import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import pretrain_dllm
 from megatron_dllm.checkpoint import store
@@ -39,9 +41,9 @@ def base(tmp_path_factory) -> Path:
 def adapters(base) -> Path:
     """Sixteen steps of adapters beside it."""
     folder = base.with_name("adapters")
-    places = ["--save", str(folder), "--save-interval", "8", "--pretrained-checkpoint", str(base)]
+    places = ["--save", str(folder), "--save-interval", "8", "--pretrained-checkpoint", str(base), "--save-hf", str(folder / "exported")]
     status, output = train(*LORA, "--train-iters", "16", *places)
-    assert status == 0, output
+    assert status == 0 and "adapters of rank 4, alpha 8 for attention, mlp, router" in output, output
     return folder
 
 
@@ -64,6 +66,16 @@ def test_a_checkpoint_holds_adapters_alone(base, adapters):
     names = {key.rpartition("/")[2] for key in found.shapes}
     assert names and all(map(is_adapter, names)) and found.has_optimizer
     assert found.state.base["path"] == str(base.resolve()) and len(found.state.base["fingerprint"]) == 64
+
+
+def test_save_hf_writes_them_for_peft(base, adapters):
+    settings = json.loads((adapters / "exported" / "adapter_config.json").read_text())
+    assert settings["base_model_name_or_path"] == str(base.resolve()) and settings["r"] == 4 and settings["lora_alpha"] == 8
+    tensors, found = load_file(adapters / "exported" / "adapter_model.safetensors"), store.find_newest(adapters)
+    ours = found.read_whole("layers.1.mlp.gate_up.adapter.b")
+    for tree in ("decoder", "encoder.language_model"):
+        for part, name in enumerate(("gate_proj", "up_proj")):
+            assert torch.equal(tensors[f"base_model.model.model.{tree}.layers.1.mlp.{name}.lora_B.weight"], ours[part])
 
 
 def test_it_resumes_bit_for_bit(base, adapters, tmp_path):
