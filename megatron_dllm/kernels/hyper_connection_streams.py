@@ -15,7 +15,7 @@ from .launch import next_power_of_2
 
 COLUMNS = 1024  # of each stream that a program of 4 warps holds: 8 numbers a thread, 16 bytes of bf16
 SUMMED_COLUMNS = 128  # where a program of one warp holds n^2 + n sums a column besides: 139 registers a thread
-# Of `_read_backward`: tokens and columns of a tile, and the programs that share the tokens. 3 programs of 166 registers fit a processor, so
+# Of `_read_backward`: tokens and columns of a tile, and the programs that share the tokens. 3 programs of 168 registers fit a processor, so
 # that the 352 for 4 x 2816 columns run at once on 132.
 ROWS, TILE_COLUMNS, SPLITS = 32, 64, 2
 
@@ -56,9 +56,10 @@ def _read_products(x, du, dpre, HIDDEN: tl.constexpr, n: tl.constexpr, COLUMNS: 
 
 
 @triton.jit
-def _read_backward(x, weight, pre, dprojected, coefficient, du, dx, partial, num_rows, num_steps, HIDDEN: tl.constexpr, n: tl.constexpr,
-                   OUTPUTS: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """dx = H_pre^T du + dprojected W - coefficient * x, and partial [SPLITS, O, nC]: dprojected^T x over our share of the tokens.
+def _read_backward(x, weight, pre, dprojected, coefficient, du, through, dx, partial, num_rows, num_steps, HIDDEN: tl.constexpr,
+                   n: tl.constexpr, OUTPUTS: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr,
+                   COLUMNS: tl.constexpr):
+    """dx = through + H_pre^T du + dprojected W - coefficient * x, and partial [SPLITS, O, nC]: dprojected^T x over our share of the tokens.
 
     Programs of one column of all streams are neighbours, so that du comes from memory once.
     """
@@ -89,6 +90,7 @@ def _read_backward(x, weight, pre, dprojected, coefficient, du, dx, partial, num
             out = tl.dot(high, factor_high, tl.dot(high, factor_low, tl.dot(low, factor_high, out)))
         else:
             out = tl.dot(grad, factor, out, input_precision="tf32x3")
+        out += tl.load(through + row[:, None] * (n * HIDDEN) + at[None, :], mask=here, other=0.0).to(tl.float32)
         tl.store(dx + row[:, None] * (n * HIDDEN) + at[None, :], out.to(dx.dtype.element_ty), mask=here)
         dweight = add_product(dweight, tl.trans(grad), values)
     tl.store(partial + split.to(tl.int64) * OUTPUTS * n * HIDDEN + output[:, None] * (n * HIDDEN) + at[None, :], dweight, mask=in_weight)
@@ -177,17 +179,18 @@ def read_products(x: Tensor, du: Tensor) -> Tensor:
     return dpre
 
 
-def read_backward(x: Tensor, weight: Tensor, pre: Tensor, dprojected: Tensor, coefficient: Tensor, du: Tensor) -> tuple[Tensor, Tensor]:
-    """dx [T, nC] in x's dtype and dweight [O, nC] fp32."""
+def read_backward(x: Tensor, weight: Tensor, pre: Tensor, dprojected: Tensor, coefficient: Tensor, du: Tensor,
+                  through: Tensor) -> tuple[Tensor, Tensor]:
+    """dx [T, nC] in x's dtype, to which `through` [T, nC] is added, and dweight [O, nC] fp32."""
     (num_rows, width), n, outputs = x.shape, pre.shape[1], len(weight)
     dx = torch.empty_like(x)
     if not num_rows:
         return dx, torch.zeros_like(weight)
     partial = torch.empty(SPLITS, outputs, width, dtype=torch.float32, device=x.device)
     _read_backward[(triton.cdiv(width // n, TILE_COLUMNS) * n, SPLITS)](
-        x, weight, pre, dprojected, coefficient, du, dx, partial, num_rows, triton.cdiv(num_rows, ROWS * SPLITS), HIDDEN=width // n, n=n,
-        OUTPUTS=outputs, PADDED=max(16, next_power_of_2(outputs)), SPLITS=SPLITS, ROWS=ROWS, COLUMNS=TILE_COLUMNS, num_warps=4,
-        num_stages=3)
+        x, weight, pre, dprojected, coefficient, du, through, dx, partial, num_rows, triton.cdiv(num_rows, ROWS * SPLITS),
+        HIDDEN=width // n, n=n, OUTPUTS=outputs, PADDED=max(16, next_power_of_2(outputs)), SPLITS=SPLITS, ROWS=ROWS, COLUMNS=TILE_COLUMNS,
+        num_warps=4, num_stages=3)
     return dx, partial.sum(0)
 
 

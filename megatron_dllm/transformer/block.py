@@ -105,10 +105,10 @@ class TransformerBlock(nn.Module):
 
     def _by_parts(self, call: Call, x: Tensor, token_pass: TokenPass, earlier: Context | None,
                   chain: StreamChain | None) -> tuple[Tensor, Context | None]:
-        u, mix = self.attention_connection.read(x, chain)
+        u, x, mix = self.attention_connection.read(x, chain)
         attended, kept = self.attention(self.input_layernorm(u), token_pass.layers[self.kind], earlier)
         x = self.attention_connection.write(x, self.post_attention_layernorm(attended), mix, chain)
-        h, mix = self.feed_forward_connection.read(x, chain)
+        h, x, mix = self.feed_forward_connection.read(x, chain)
         y = self.post_feedforward_layernorm(self.feed_forward(call, h, token_pass))
         return self.feed_forward_connection.write(x, y, mix, chain, token_pass.per_stream(self.layer_scalars)), kept
 

@@ -1,6 +1,6 @@
 """Residual connections: the plain one, and manifold-constrained hyper-connections (mHC), which run n residual streams side by side.
 
-Legend: T tokens, n streams, C hidden; the streams of a token lie one after the other, x [T, n*C]. Of each token (DESIGN.md section 6)
+Legend: T tokens, n streams, C hidden; the streams of a token lie one after the other, x [T, n*C]. Of each token (docs/design.md section 6)
 
     r = 1 / (|x| / sqrt(nC) + 1e-6);  h = r * (x W^T) * alpha + b, with an alpha for each of the three parts
     H_pre = sigmoid(h[:n]);  H_post = 2 sigmoid(h[n:2n]);  H_res = Sinkhorn(h[2n:]), n x n
@@ -41,9 +41,9 @@ class Mix:
 class PlainConnection:
     """One stream: a part reads x, and its output is added to x."""
 
-    def read(self, x: Tensor, chain: None) -> tuple[Tensor, None]:
-        """What the part reads."""
-        return x, None
+    def read(self, x: Tensor, chain: None) -> tuple[Tensor, Tensor, None]:
+        """What the part reads, and x."""
+        return x, x, None
 
     def write(self, x: Tensor, y: Tensor, mix: None, chain: None, scale: Tensor | None = None) -> Tensor:
         """(x + y) * scale."""
@@ -72,10 +72,14 @@ class HyperConnection(nn.Module):
         self.alpha = parameter("alpha", (3,), Constant(config.mhc_init_gating_factor))
         self.bias = parameter("bias", (outputs,), Constant(0.0))
 
-    def read(self, x: Tensor, chain: StreamChain | None) -> tuple[Tensor, Mix]:
-        """u = H_pre x [T, C], and the mix with which `write` puts the part's output back."""
-        u, post, res = _Read.apply(x, self.weight, self.alpha, self.bias, self.num_streams, self.iterations, chain)
-        return u, Mix(post, res)
+    def read(self, x: Tensor, chain: StreamChain | None) -> tuple[Tensor, Tensor, Mix]:
+        """u = H_pre x [T, C]; x, for `write`; and the mix with which that puts the part's output back.
+
+        The gradient of that x comes back through the read, which adds it to its own: a sum of [T, nC] by itself would move 3 n C numbers
+        a token.
+        """
+        u, x, post, res = _Read.apply(x, self.weight, self.alpha, self.bias, self.num_streams, self.iterations, chain)
+        return u, x, Mix(post, res)
 
     def write(self, x: Tensor, y: Tensor, mix: Mix, chain: StreamChain | None, scale: Tensor | None = None) -> Tensor:
         """(H_res x + H_post^T y) * scale [T, nC] from y [T, C]; `scale` [T, 1], for all streams alike, has no gradient."""
@@ -240,9 +244,9 @@ def read_in_torch(x: Tensor, weights: Weights) -> tuple[Tensor, Mapped]:
     return (pre[:, :, None] * wide.unflatten(1, (n, -1))).sum(1).to(x.dtype), Mapped(pre, post, res, projected, root)
 
 
-def read_backward(x: Tensor, weights: Weights, mapped: Mapped, du: Tensor, dpost: Tensor,
+def read_backward(x: Tensor, weights: Weights, mapped: Mapped, du: Tensor, through: Tensor, dpost: Tensor,
                   dres: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of x, weight, alpha and bias, from those of what `read` gives."""
+    """The gradients of x, weight, alpha and bias, from those of what `read` gives; `through` [T, nC] is added to that of x."""
     if takes(x, weights.weight):
         from ..kernels import hyper_connection_mappings, hyper_connection_streams
 
@@ -250,12 +254,13 @@ def read_backward(x: Tensor, weights: Weights, mapped: Mapped, du: Tensor, dpost
         dprojected, coefficient, dalpha, dbias = hyper_connection_mappings.mappings_backward(
             mapped.projected, mapped.root, weights.alpha, weights.bias, hyper_connection_streams.read_products(x, du), dpost.contiguous(),
             dres.contiguous(), x.shape[1], weights.iterations)
-        dx, dweight = hyper_connection_streams.read_backward(x, weights.weight, mapped.pre, dprojected, coefficient, du)
+        dx, dweight = hyper_connection_streams.read_backward(
+            x, weights.weight, mapped.pre, dprojected, coefficient, du, through.contiguous())
         return dx, dweight, dalpha, dbias
-    return read_backward_in_torch(x, weights, mapped, du, dpost, dres)
+    return read_backward_in_torch(x, weights, mapped, du, through, dpost, dres)
 
 
-def read_backward_in_torch(x: Tensor, weights: Weights, mapped: Mapped, du: Tensor, dpost: Tensor,
+def read_backward_in_torch(x: Tensor, weights: Weights, mapped: Mapped, du: Tensor, through: Tensor, dpost: Tensor,
                            dres: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`read_backward` without kernels."""
     wide, du = at_least_fp32(x), at_least_fp32(du)
@@ -265,7 +270,7 @@ def read_backward_in_torch(x: Tensor, weights: Weights, mapped: Mapped, du: Tens
         made = mappings(*leaves, weights.num_streams, weights.iterations)
     dpre = (wide.unflatten(1, (weights.num_streams, -1)) @ du[:, :, None]).squeeze(-1)
     dprojected, dinverse, dalpha, dbias = torch.autograd.grad(made, leaves, (dpre, dpost, dres))
-    dx = torch.addmm((mapped.pre[:, :, None] * du[:, None]).flatten(1), dprojected, at_least_fp32(weights.weight))
+    dx = torch.addmm((mapped.pre[:, :, None] * du[:, None]).flatten(1) + through, dprojected, at_least_fp32(weights.weight))
     # d r / d x = -r^2 x / (|x| sqrt(nC)), and nothing where x is zero (rows of fill may be).
     size = mapped.root[:, None] * wide.shape[1]
     dx -= (dinverse * inverse.square() / size).masked_fill(size == 0, 0.0) * wide
@@ -273,21 +278,21 @@ def read_backward_in_torch(x: Tensor, weights: Weights, mapped: Mapped, du: Tens
 
 
 class _Read(torch.autograd.Function):
-    """u, H_post, H_res of x. Saved: x (or its place in a chain), x W^T, the norm and H_pre; the other mappings are computed again."""
+    """u, x, H_post, H_res of x. Saved: x (or its place in a chain), x W^T, the norm and H_pre; the other mappings are computed again."""
 
     @staticmethod
     def forward(ctx, x, weight, alpha, bias, num_streams, iterations, chain):
         u, mapped = read(x, Weights(weight, alpha, bias, num_streams, iterations))
         ctx.shape = (num_streams, iterations)
         ctx.source = _Source.of(ctx, x, chain, mapped.pre, mapped.projected, mapped.root, weight, alpha, bias)
-        return u, mapped.post, mapped.res
+        return u, x, mapped.post, mapped.res
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, du, dpost, dres):
+    def backward(ctx, du, through, dpost, dres):
         x, pre, projected, root, *parameters = ctx.source.tensors(ctx)
         mapped = Mapped(pre, None, None, projected, root)
-        return *read_backward(x, Weights(*parameters, *ctx.shape), mapped, du, dpost, dres), None, None, None
+        return *read_backward(x, Weights(*parameters, *ctx.shape), mapped, du, through, dpost, dres), None, None, None
 
 
 class _Write(torch.autograd.Function):

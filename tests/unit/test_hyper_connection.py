@@ -39,7 +39,7 @@ def random(*shape, seed=0, dtype=torch.float64):
 
 
 def formula(x, y, scale, module):
-    """u and the new streams of each token, written out as DESIGN.md pins them."""
+    """u and the new streams of each token, written out as docs/design.md pins them."""
     n, hidden, (pre_gate, post_gate, res_gate) = STREAMS, x.shape[1] // STREAMS, module.alpha
     read, written = [], []
     for token in range(len(x)):
@@ -63,8 +63,8 @@ def formula(x, y, scale, module):
 def test_read_and_write_follow_the_formula(initial):
     module, x, y, scale = connection(initial), random(3, 15), random(3, 5, seed=1), random(3, 1, seed=2).detach()
     weights = random(3, 5, seed=3).detach(), random(3, 15, seed=4).detach()
-    u, mix = module.read(x, None)
-    found = u, module.write(x, y, mix, None, scale)
+    u, same, mix = module.read(x, None)
+    found = u, module.write(same, y, mix, None, scale)
     expected = formula(x, y, scale, module)
     leaves = [x, y, *module.parameters()]
     ours, theirs = (torch.autograd.grad(sum((a * b).sum() for a, b in zip(results, weights, strict=True)), leaves)
@@ -82,8 +82,8 @@ def test_gradients():
         for name, value in (("weight", weight), ("alpha", alpha), ("bias", bias)):
             del mirror._parameters[name]
             setattr(mirror, name, value)
-        u, mix = mirror.read(x, None)
-        return u, mirror.write(x, y, mix, None)
+        u, same, mix = mirror.read(x, None)
+        return u, mirror.write(same, y, mix, None)
 
     assert torch.autograd.gradcheck(both, (random(2, 4), random(2, 2, seed=1), *module.parameters()))
 
@@ -98,8 +98,8 @@ def test_sinkhorn_gives_nearly_doubly_stochastic_matrices():
 
 def test_streams_of_zero_have_finite_gradients():
     module, x = connection(), torch.zeros(2, 15, dtype=torch.float64, requires_grad=True)
-    u, mix = module.read(x, None)
-    (u.sum() + module.write(x, random(2, 5).detach(), mix, None).sum()).backward()
+    u, same, mix = module.read(x, None)
+    (u.sum() + module.write(same, random(2, 5).detach(), mix, None).sum()).backward()
     assert all(torch.isfinite(t.grad).all() for t in (x, *module.parameters()))
 
 
@@ -109,8 +109,8 @@ def test_mappings_are_at_least_fp32_under_bf16():
     x, y = random(6, 15, dtype=torch.bfloat16).detach().requires_grad_(), random(6, 5, seed=1, dtype=torch.bfloat16).detach()
     results = []
     for module, values in ((low, (x, y)), (high, (x.float(), y.float()))):
-        u, mix = module.read(values[0], None)
-        results.append((u, module.write(*values, mix, None), mix.post, mix.res))
+        u, same, mix = module.read(values[0], None)
+        results.append((u, module.write(same, values[1], mix, None), mix.post, mix.res))
     assert [t.dtype for t in results[0]] == [torch.bfloat16] * 2 + [torch.float32] * 2
     assert all(torch.equal(one, other.to(one.dtype)) for one, other in zip(*results, strict=True))
     (results[0][0].sum() + results[0][1].sum()).backward()
@@ -126,8 +126,8 @@ def test_initial_weights():
     assert module.weight.std().item() == pytest.approx((2 / (width + outputs)) ** 0.5, rel=0.05)
     assert module.alpha.tolist() == pytest.approx([0.01] * 3) and not module.bias.any()
     x = expand_streams(torch.randn(5, config.hidden_size, generator=torch.Generator().manual_seed(0)), 4)
-    u, mix = module.read(x, None)
-    (module.write(x, u, mix, None) ** 2).sum().backward()
+    u, same, mix = module.read(x, None)
+    (module.write(same, u, mix, None) ** 2).sum().backward()
     # H_res of equal streams gives them back whatever it is: its part of the gradient vanishes but for rounding.
     assert module.weight.grad[:8].abs().max() > 1e-3 and module.weight.grad[8:].abs().max() < 1e-4
 
@@ -208,7 +208,7 @@ def test_a_chain_lets_go_of_what_the_backward_has_passed():
     x = random(2, 15)
     streams = x
     for seed in range(3):
-        u, mix = module.read(streams, chain)
+        u, streams, mix = module.read(streams, chain)
         streams = module.write(streams, u * random(2, 5, seed=seed).detach(), mix, chain)
     assert len(chain._writes) == 3 and set(chain._streams) == {0}
     loss = streams.sum()

@@ -19,7 +19,7 @@ def draw(*shape, seed, dtype, device, scale=1.0):
 
 
 def read_inputs(shape, dtype, device):
-    """x, weights that are nowhere special, and gradients of u, H_post and H_res; a row of zeros among the tokens."""
+    """x, weights that are nowhere special, and gradients of u, x, H_post and H_res; a row of zeros among the tokens."""
     tokens, n, hidden = shape
     outputs = n * n + 2 * n
     x = draw(tokens, n * hidden, seed=1, dtype=dtype, device=device)
@@ -27,7 +27,9 @@ def read_inputs(shape, dtype, device):
     at = {"dtype": torch.float32, "device": device}
     weight = draw(outputs, n * hidden, seed=2, **at, scale=0.2)
     alpha, bias = torch.tensor([0.7, 1.3, 0.9], **at), draw(outputs, seed=3, **at)
-    grads = (draw(tokens, hidden, seed=4, dtype=dtype, device=device), draw(tokens, n, seed=5, **at), draw(tokens, n, n, seed=6, **at))
+    low = {"dtype": dtype, "device": device}
+    grads = (draw(tokens, hidden, seed=4, **low), draw(tokens, n * hidden, seed=7, **low), draw(tokens, n, seed=5, **at),
+             draw(tokens, n, n, seed=6, **at))
     return x, (weight, alpha, bias), grads
 
 
@@ -63,9 +65,9 @@ def test_read(shape, dtype, device):
     expected = plain.read_backward_in_torch(x.double(), wide, exact, *doubled(grads))
     plainly = plain.read_backward_in_torch(x, weights, theirs, *grads)
     dprojected, coefficient, dalpha, dbias = hyper_connection_mappings.mappings_backward(
-        mapped.projected, mapped.root, *parameters[1:], hyper_connection_streams.read_products(x, grads[0]), *grads[1:], x.shape[1],
+        mapped.projected, mapped.root, *parameters[1:], hyper_connection_streams.read_products(x, grads[0]), *grads[2:], x.shape[1],
         ITERATIONS)
-    dx, dweight = hyper_connection_streams.read_backward(x, parameters[0], mapped.pre, dprojected, coefficient, grads[0])
+    dx, dweight = hyper_connection_streams.read_backward(x, parameters[0], mapped.pre, dprojected, coefficient, *grads[:2])
     assert_close([dx, dweight, dalpha, dbias], plainly, expected)
 
 
@@ -97,7 +99,7 @@ def test_kernels_repeat_bit_for_bit(device):
         x, parameters, grads = read_inputs((70, 4, 24), torch.bfloat16, device)
         pre, post, res, projected, root = made = hyper_connection_mappings.mappings(x, *parameters, 4, ITERATIONS)
         found = hyper_connection_mappings.mappings_backward(
-            projected, root, *parameters[1:], hyper_connection_streams.read_products(x, grads[0]), *grads[1:], x.shape[1], ITERATIONS)
-        return *made, *found, *hyper_connection_streams.read_backward(x, parameters[0], pre, *found[:2], grads[0])
+            projected, root, *parameters[1:], hyper_connection_streams.read_products(x, grads[0]), *grads[2:], x.shape[1], ITERATIONS)
+        return *made, *found, *hyper_connection_streams.read_backward(x, parameters[0], pre, *found[:2], *grads[:2])
 
     assert all(torch.equal(a, b) for a, b in zip(once(), once(), strict=True))
