@@ -1,6 +1,7 @@
 """The scaling suite's own arithmetic: how a step's time divides, what a row says, what counts as failed; then one row over processes."""
 import argparse
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -48,15 +49,21 @@ def test_runs_are_valid(case, toy):
 def test_a_row_that_ends_its_processes_leaves_the_others(monkeypatch, capsys):
     ended = []
 
-    def processes(command, **_):
+    def processes(command, end):
         part = int(command[command.index("--part") + 1])
         ended.append(part)
         if part == 0:
             Path(command[command.index("--results") + 1]).write_text(
                 '[{"case": "one device", "work": "w", "ranks": 1, "step_ms": 1, "peak_gib": 1, "loss": 1, "kernels": null}]')
-        return argparse.Namespace(returncode=1)
+        return 1
 
-    monkeypatch.setattr(scaling.subprocess, "run", processes)
-    results = scaling.start_worlds(CASES[:3], argparse.Namespace(toy=True, repeats=1))
+    monkeypatch.setattr(scaling, "run_until", processes)
+    results = scaling.start_worlds(CASES[:3], argparse.Namespace(toy=True, repeats=1, seconds=60.0))
     assert list(results) == ["one device"] and ended == [0, 2]
     assert capsys.readouterr().out.count("FAILED") == 2
+
+
+def test_processes_are_told_to_end_in_time():
+    sleeper = [sys.executable, "-c", "import time; time.sleep(60)"]
+    assert scaling.run_until(sleeper, time.monotonic() + 0.2) is None
+    assert scaling.run_until([sys.executable, "-c", "raise SystemExit(3)"], time.monotonic() + 60) == 3

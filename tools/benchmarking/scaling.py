@@ -19,6 +19,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -135,6 +136,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--toy", action="store_true", help="Toy widths in fp32, over processes of this machine's CPU.")
     parser.add_argument("--rows", nargs="*", metavar="NAME", help="Rows to run, by name, such as dp2; all of them if not given.")
     parser.add_argument("--repeats", type=int, default=5, help="Timed steps of each row.")
+    parser.add_argument("--seconds", type=float, default=900.0, help="End the processes that the suite has started after so long in all.")
     parser.add_argument("--markdown", type=Path, default=None, metavar="FILE", help="Write the table there, for a page of documentation.")
     # Of processes that the suite has started: the first row to run, and where to put what was measured.
     parser.add_argument("--part", type=int, default=0, help=argparse.SUPPRESS)
@@ -162,6 +164,7 @@ def run(arguments: argparse.Namespace) -> int:
 def start_worlds(cases: Sequence[Case], arguments: argparse.Namespace) -> dict[str, Result]:
     """Run the cases in processes started for them; after a case that ended them others go on with the next."""
     results: dict[str, Result] = {}
+    end = time.monotonic() + arguments.seconds
     part, script = 0, str(Path(__file__).resolve().parents[1] / "benchmark.py")
     while part < len(cases):
         with tempfile.TemporaryDirectory() as folder:
@@ -169,16 +172,30 @@ def start_worlds(cases: Sequence[Case], arguments: argparse.Namespace) -> dict[s
             command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(max(case.ranks for case in cases)),
                        "--standalone", "--", script, "--suite", "scaling", "--repeats", str(arguments.repeats), "--part", str(part),
                        "--results", str(path), *(["--toy"] if arguments.toy else []), "--rows", *(case.name for case in cases)]
-            status = subprocess.run(command, check=False, env={"OMP_NUM_THREADS": "1", **os.environ}).returncode
+            status = run_until(command, end)
             found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
         for values in found:
             kernels = values.pop("kernels")
             results[values["case"]] = Result(**values, kernels=kernels and KernelTimes(**kernels))
         part += len(found)
+        if status is None:
+            print(f"--seconds {arguments.seconds:g} are over: rows that are left are not run", flush=True)
+            break
         if part < len(cases):
             print(f"FAILED {cases[part].name}: its processes ended with status {status}", flush=True)
             part += 1
     return results
+
+
+def run_until(command: Sequence[str], end: float) -> int | None:
+    """The status of the command, or None: it was told to end at that time (of time.monotonic)."""
+    process = subprocess.Popen(command, env={"OMP_NUM_THREADS": "1", **os.environ})
+    try:
+        return process.wait(timeout=max(0.0, end - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        process.terminate()  # torchrun ends its workers
+        process.wait()
+        return None
 
 
 def run_in_world(cases: Sequence[Case], arguments: argparse.Namespace) -> dict[str, Result]:
