@@ -89,6 +89,14 @@ def grouped_mlp(rows: Tensor, gate_up: Tensor, down: Tensor, counts: Tensor, *, 
     return product(gated_gelu.value(_to_hidden(rows, gate_up, tiles)), down, tiles, ROWS_TILING)
 
 
+def sum_parts(parts: Sequence[OuterProducts]) -> Tensor:
+    """The gradient [E, F, D] that `parts` make, in their dtype."""
+    total = weight_gradient(parts[:2], WEIGHTS_TILING)
+    for first in range(2, len(parts), 2):
+        total += weight_gradient(parts[first:first + 2], WEIGHTS_TILING)
+    return total
+
+
 def add_parts(total: Tensor, parts: Sequence[OuterProducts], is_fresh: Tensor) -> None:
     """Add the gradient that `parts` make to `total` fp32, two of them at a time: reading and writing it is most of the work.
 

@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from ..config import ModelConfig
 from ..kernels.launch import has_large_shared_memory
 from ..parallel import ParallelContext, place
-from ..parallel.main_gradient import Kernels
+from ..parallel.main_gradient import Kernels, SummedGradient
 from ..tensor_parallel.initialization import Init, make_parameter
 from ..tensor_parallel.linear import unadapted
 from ..transformer.activations import gated_gelu
@@ -46,6 +46,7 @@ class Experts(nn.Module):
         self.down = parameter("down", (num_experts, hidden, inner))
         self.gate_up_adapter = self.down_adapter = unadapted
         self.product = choose_product(dtype, hidden, self.down.shape[2], grouped=grouped)
+        self.gate_up_gradient, self.down_gradient = SummedGradient(), SummedGradient()
         self.by_kernels = self.product is grouped_linear and has_large_shared_memory(context.device)
 
     @property
@@ -69,24 +70,27 @@ class Experts(nn.Module):
         N may be more than the sum of counts: nothing is told of the results, or the gradients, of the rows that stand after.
         """
         if self.backend == "grouped_mlp":
-            return mlp_by_kernels(rows, self.gate_up, self.down, counts)
+            return self._by_kernels(rows, counts)
         hidden = self.gate_up_adapter(self.product(rows, self.gate_up.flatten(1, 2), counts), rows, counts)
         activated = gated_gelu(hidden.unflatten(1, (2, -1)))
         return self.down_adapter(self.product(activated, self.down, counts), activated, counts)
 
+    def _by_kernels(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """The feed-forward by our kernels. All uses of a weight in a backward make one gradient, in its fp32 buffer where it has one."""
+        from ..kernels import grouped_gemm, grouped_mlp  # Triton is there with CUDA alone
 
-def mlp_by_kernels(rows: Tensor, gate_up: Parameter, down: Parameter, counts: Tensor) -> Tensor:
-    """The feed-forward by our kernels, which add the weights' gradients to their fp32 buffers where there are some."""
-    from ..kernels import grouped_mlp as kernel  # Triton is there with CUDA alone
-    from ..kernels.grouped_gemm import clear_fresh
+        kernels = Kernels(grouped_mlp.add_parts, grouped_gemm.clear_fresh, grouped_mlp.sum_parts)
 
-    def deferred(weight: Parameter) -> kernel.Deferred | None:
-        gradient = weight.main_gradient
-        if gradient is None:
-            return None
-        return kernel.Deferred(gradient.ticket, partial(gradient.put_off, Kernels(kernel.add_parts, clear_fresh)))
+        def deferred(weight: Parameter, summed: SummedGradient) -> grouped_mlp.Deferred | None:
+            if not weight.requires_grad or not torch.is_grad_enabled():
+                return None
+            main = weight.main_gradient
+            if main is not None:
+                return grouped_mlp.Deferred(main.ticket, partial(main.put_off, kernels))
+            return grouped_mlp.Deferred(summed.ticket(weight), partial(summed.put_off, kernels))
 
-    return kernel.grouped_mlp(rows, gate_up, down, counts, deferred_up=deferred(gate_up), deferred_down=deferred(down))
+        return grouped_mlp.grouped_mlp(rows, self.gate_up, self.down, counts, deferred_up=deferred(self.gate_up, self.gate_up_gradient),
+                                       deferred_down=deferred(self.down, self.down_gradient))
 
 
 def choose_product(dtype: torch.dtype, hidden: int, inner: int, *, grouped: bool) -> ExpertProduct:

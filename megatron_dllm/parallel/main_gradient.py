@@ -1,4 +1,4 @@
-"""Gradients that kernels add to the fp32 buffer themselves."""
+"""Gradients of weights with several uses in a backward, made of all of them at once: in the fp32 buffer, or as one tensor for autograd."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -11,16 +11,18 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Kernels:
-    """What changes a buffer.
+    """What makes a gradient of the parts that its uses have put off.
 
         add(total, parts, is_fresh)   adds the parts' sum, or puts it in the place of a fresh total
         clear(total, is_fresh)        puts zeros into a fresh total, and leaves another as it is
+        make(parts)                   the parts' sum in the weight's dtype
 
-    Both leave it not fresh; `add` may leave it as it is where the sum is zero.
+    The first two leave a total not fresh; `add` may leave it as it is where the sum is zero.
     """
 
     add: Callable[[Tensor, Sequence[Any], Tensor], None]
     clear: Callable[[Tensor, Tensor], None]
+    make: Callable[[Sequence[Any]], Tensor]
 
 
 class MainGradient:
@@ -72,3 +74,39 @@ class MainGradient:
         parts, self._parts = self._parts, []
         self._kernels.add(self.total, parts, self.is_fresh)
         self.then()
+
+
+class SummedGradient:
+    """The gradient of a weight without a buffer, which autograd gets once for all uses: it would add up a tensor from each."""
+
+    def __init__(self):
+        self._ticket: Tensor | None = None
+        self._parts: list[Any] = []
+        self._kernels: Kernels | None = None
+
+    def ticket(self, weight: Tensor) -> Tensor:
+        """Stands for the weight in the graph of the uses until a backward has made the gradient; as `MainGradient.ticket`."""
+        if self._ticket is None:
+            self._ticket = _Ticket.apply(weight, self)
+        return self._ticket
+
+    def put_off(self, kernels: Kernels, part: Any) -> None:
+        """As `MainGradient.put_off`."""
+        self._kernels = kernels
+        self._parts.append(part)
+
+    def make(self) -> Tensor:
+        """The sum of what has been put off."""
+        parts, self._parts, self._ticket = self._parts, [], None
+        return self._kernels.make(parts)
+
+
+class _Ticket(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weight: Tensor, gradient: SummedGradient) -> Tensor:
+        ctx.gradient, ctx.shape = gradient, weight.shape
+        return weight.new_empty(0)
+
+    @staticmethod
+    def backward(ctx, _: Tensor):
+        return ctx.gradient.make().view(ctx.shape), None

@@ -1,6 +1,8 @@
 """Experts whose kernels add their weights' gradients to the buckets, beside those that autograd hands over."""
 
 import dataclasses
+import gc
+import weakref
 
 import pytest
 import torch
@@ -16,13 +18,19 @@ HIDDEN, INNER, NUM_EXPERTS = 16, 8, 3
 USES = {"one": [(2, 0, 3)], "both loops": [(2, 0, 3), (0, 0, 4)], "one without rows": [(2, 1, 1), (0, 0, 0)]}
 
 
-def experts_of(device, *, by_kernels):
-    """(experts in bf16, their buckets)"""
+def experts_alone(device, *, by_kernels):
+    """Experts in bf16, without buckets."""
     config = dataclasses.replace(PRESETS["toy"], hidden_size=HIDDEN, moe_ffn_hidden_size=INNER, num_experts=NUM_EXPERTS)
     context = ParallelContext.single(device)
     experts = Experts("experts", config, context=context, init=Initializer(0, 0.2), dtype=torch.bfloat16)
     experts.by_kernels = by_kernels
-    return experts, GradientBuckets(experts.named_parameters(), context)
+    return experts
+
+
+def experts_of(device, *, by_kernels):
+    """(experts, their buckets)"""
+    experts = experts_alone(device, by_kernels=by_kernels)
+    return experts, GradientBuckets(experts.named_parameters(), ParallelContext.single(device))
 
 
 def run(experts, uses, factor):
@@ -110,3 +118,35 @@ def test_autograd_adds_to_what_counts_as_zeros(device):
     plain, wanted = experts_of(device, by_kernels=False)
     run(plain, USES["one"], 1.0)
     assert all(torch.equal(a.gradient, b.gradient) for a, b in zip(buckets.pieces(), wanted.pieces(), strict=True))
+
+
+@DEVICES
+def test_without_buckets_autograd_gets_one_sum(device):
+    need_kernels(device)
+    fast, plain = (experts_alone(device, by_kernels=by_kernels) for by_kernels in (True, False))
+    for uses in USES.values():
+        rows = [draw(sum(counts), HIDDEN, dtype=torch.bfloat16, device=device, grad=False) for counts in uses]
+
+        def loss(experts, rows=rows, uses=uses):
+            results = [experts(x, torch.tensor(counts, device=x.device)) for x, counts in zip(rows, uses, strict=True)]
+            return torch.cat(results).float().square().sum()
+
+        wanted = torch.autograd.grad(loss(plain), list(plain.parameters()))
+        first, second = loss(fast), loss(fast)  # two forwards before either backward
+        for total in (second, first, loss(fast)):
+            for ours, want in zip(torch.autograd.grad(total, list(fast.parameters())), wanted, strict=True):
+                assert (ours - want).abs().max() <= 2**-6 * want.abs().max()
+    with torch.no_grad():
+        assert not loss(fast).requires_grad
+    fast.requires_grad_(False)
+    assert not loss(fast).requires_grad
+
+
+def test_experts_are_freed_after_a_forward_without_a_backward():
+    need_kernels("cpu")
+    experts = experts_alone("cpu", by_kernels=True)
+    reference = weakref.ref(experts)
+    experts(draw(5, HIDDEN, dtype=torch.bfloat16, device="cpu", grad=False), torch.tensor((2, 0, 3)))
+    del experts
+    gc.collect()
+    assert reference() is None
