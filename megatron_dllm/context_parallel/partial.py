@@ -1,4 +1,5 @@
-"""Attention to some of a query's keys, and the merge of such partial results: softmax(q k^T) v, scale 1, in plain torch.
+"""Attention to some of a query's keys, and the merge of such partial results: softmax(q k^T) v, scale 1; kernels in 16 bit on CUDA
+devices, elsewhere plain torch, a block of queries at a time.
 
     lse = log sum_j exp(q . k_j),  out = sum_j exp(q . k_j - lse) v_j                                    over the keys j at hand
     merged: lse = log(exp(lse_1) + exp(lse_2)),  out = exp(lse_1 - lse) out_1 + exp(lse_2 - lse) out_2
@@ -17,6 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..kernels.attention_tiles import AttentionTiles, attention_tiles, takes_heads
+from ..kernels.launch import takes
 from ..transformer.precision import accumulation_dtype, at_least_fp32
 from ..transformer.visibility import CLEAN, Visibility
 
@@ -41,11 +44,12 @@ class Block:
 class PartialPlan:
     """The blocks of one Visibility, with the window in it; queries that see nothing may be in none.
 
-    bounds: int64 [2, Q, 1], first and past clean key of each query.
+    bounds: int64 [2, Q, 1], first and past clean key of each query. tiles: the same for the kernels.
     """
 
     blocks: tuple[Block, ...]
     bounds: Tensor
+    tiles: AttentionTiles
 
     def hidden(self, block: Block) -> Tensor:
         """bool [n, m]: the clean keys of a block that its queries do not see."""
@@ -71,7 +75,8 @@ def partial_plan(visibility: Visibility, device: torch.device, block: int = QUER
         masked = not ((first == low) & (past == high)).all()
         blocks.append(Block(slice(start, stop), slice(low, high), canvas, bool(masked)))
     bounds = torch.from_numpy(np.stack([visibility.first_key, visibility.past_key])[..., None])
-    return PartialPlan(tuple(blocks), bounds.to(device))
+    num_keys = visibility.num_clean_keys + len(visibility.canvas_keys)
+    return PartialPlan(tuple(blocks), bounds.to(device), attention_tiles(visibility.key_intervals(), num_keys, device))
 
 
 def _query_runs(canvas_id: np.ndarray, block: int) -> Iterator[tuple[int, int]]:
@@ -98,6 +103,10 @@ class Partial:
 
 def partial_attention(query: Tensor, key: Tensor, value: Tensor, plan: PartialPlan) -> Partial:
     """query [Q, h, d], key and value [K, g, d]. No gradient is recorded: see `partial_gradients`."""
+    if takes(query, key, value) and takes_heads(query.shape[2], query.dtype):
+        from ..kernels import attention as kernel  # Triton is there with CUDA alone
+
+        return Partial(*kernel.attention_forward(query, key, value, plan.tiles, dtype=torch.float32))
     dtype, groups = accumulation_dtype(query.dtype), key.shape[1]
     out = torch.zeros(query.shape, dtype=dtype, device=query.device)
     lse = torch.full(query.shape[:2], -torch.inf, dtype=dtype, device=query.device)
@@ -122,6 +131,11 @@ class Gradients:
 
 def partial_gradients(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, lse: Tensor, delta: Tensor, plan: PartialPlan) -> Gradients:
     """What these keys give and get: `grad` [Q, h, d] of the merged out, `lse` [Q, h] merged, `delta` [Q, h] = grad . out."""
+    if takes(query, key, value) and takes_heads(query.shape[2], query.dtype):
+        from ..kernels import attention as kernel
+
+        grad = grad.to(query.dtype)
+        return Gradients(*kernel.attention_backward(grad, query, key, value, lse, delta, plan.tiles, dtype=torch.float32))
     dtype, groups = accumulation_dtype(query.dtype), key.shape[1]
     dquery, dkey, dvalue = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (query, key, value))
     for block in plan.blocks:

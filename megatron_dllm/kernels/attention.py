@@ -63,16 +63,16 @@ def shapes(head_dim: int, tile: int) -> Shapes:
         query_gradient=panel, key_gradients=replace(panel, stages=7) if head_dim == 256 else panel)
 
 
-def attention_forward(query: Tensor, key: Tensor, value: Tensor, tiles: AttentionTiles,
-                      shape: Shapes | None = None) -> tuple[Tensor, Tensor]:
+def attention_forward(query: Tensor, key: Tensor, value: Tensor, tiles: AttentionTiles, shape: Shapes | None = None, *,
+                      dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
     """out [Q, h, d] and lse fp32 [Q, h] of query [Q, h, d], key and value [K, g, d]; 0 and -inf for a query that sees nothing.
 
-    Rows of the query after those of `tiles` see nothing. No gradient is recorded.
+    `dtype` is that of out (None: the query's). Rows of the query after those of `tiles` see nothing. No gradient is recorded.
     """
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     num_rows, heads, head_dim = query.shape
     _check(query, key, value, tiles)
-    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    out = torch.empty(query.shape, dtype=dtype or query.dtype, device=query.device)
     lse = torch.empty(num_rows, heads, dtype=torch.float32, device=query.device)
     covered = len(tiles.bounds)
     if num_rows > covered:
@@ -117,18 +117,22 @@ def _pack(shape: Shape, group: int) -> int:
 
 
 def attention_backward(dout: Tensor, query: Tensor, key: Tensor, value: Tensor, lse: Tensor, delta: Tensor, tiles: AttentionTiles,
-                       shape: Shapes | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """dquery, dkey and dvalue from lse and delta = sum of dout * out, fp32 [Q, h]: those of all keys, where `tiles` has some of them."""
+                       shape: Shapes | None = None, *, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """dquery, dkey and dvalue, in `dtype` (None: their own), from lse and delta = sum of dout * out, fp32 [Q, h].
+
+    lse and delta may be those of more keys than are here: then these are the parts of the gradients that these keys give and get.
+    """
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
-    dout = dout.contiguous()
+    dout, lse, delta = dout.contiguous(), lse.contiguous(), delta.contiguous()
     _check(query, key, value, tiles)
     (num_rows, heads, head_dim), groups, tile = query.shape, key.shape[1], tiles.tile
     how = shape or shapes(head_dim, tile)
-    dquery = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    dtype = dtype or query.dtype
+    dquery = torch.empty(query.shape, dtype=dtype, device=query.device)
     if num_rows > len(tiles.bounds):
         dquery[len(tiles.bounds):].zero_()
     # Several chunks add up in fp32.
-    sums = query.dtype if len(tiles.chunks) == 1 else torch.float32
+    sums = dtype if len(tiles.chunks) == 1 else torch.float32
     dkey, dvalue = (torch.empty(x.shape, dtype=sums, device=x.device) for x in (key, value))
     p, ds = torch.empty(2, tiles.num_slots, heads, tile, tile, dtype=query.dtype, device=query.device)
     shared = {"HEADS": heads, "GROUP": heads // groups, "DIM": head_dim, "TILE": tile, "PRECISION": _precision(query)}
@@ -151,7 +155,7 @@ def attention_backward(dout: Tensor, query: Tensor, key: Tensor, value: Tensor, 
             backward_kernels.key_gradients[(key_tiles * groups * 2 * (head_dim // each.columns),)](
                 p, ds, query, dout, dkey, dvalue, chunk.by_key, chunk.slots, num_rows, len(key), *query.stride()[:2], PANEL=each.columns,
                 STEP=each.step, ADDS=number > 0, STAGES=each.stages, num_warps=each.warps, **shared)
-    return dquery, dkey.to(key.dtype), dvalue.to(value.dtype)
+    return dquery, dkey.to(dtype), dvalue.to(dtype)
 
 
 def row_products(out: Tensor, dout: Tensor) -> Tensor:

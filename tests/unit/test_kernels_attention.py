@@ -133,6 +133,38 @@ def test_log_sum_exp_and_rows_of_fill(device):
         assert torch.equal(a, b[:len(a)]) and not b[len(a):].any()
 
 
+@DEVICES
+def test_parts_of_the_keys(device):
+    """Attention to the first 16 keys and to the others, merged by log-sum-exp; the gradients of the parts from what was merged.
+
+    Of the last 16 keys some queries see nothing and all others everything.
+    """
+    need_kernels(device)
+    from megatron_dllm.kernels.attention import attention_backward, attention_forward
+
+    bounds, num_keys = torch.tensor([(0, 48, 0, 0)] * 5 + [(0, 16, 0, 0)] * 3 + [(0, 16, 32, 48)] * 8, device=device), 48
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    (query, key, value), dy = inputs_of(bounds, num_keys, 2, 1, 16, dtype, device)
+    parts = []
+    for start, stop in ((0, 16), (16, 48)):
+        seen = (bounds - start).clamp(0, stop - start).cpu().numpy()
+        parts.append((slice(start, stop), attention_tiles(seen, stop - start, torch.device(device), tile=16)))
+    with torch.no_grad():
+        (out, lse), (other_out, other_lse) = (attention_forward(query, key[keys], value[keys], tiles, dtype=torch.float32)
+                                              for keys, tiles in parts)
+        merged_lse = torch.logaddexp(lse, other_lse)
+        merged = (lse - merged_lse).exp()[..., None] * out + (other_lse - merged_lse).exp()[..., None] * other_out
+        delta = (dy.float() * merged).sum(-1)
+        found = [attention_backward(dy, query, key[keys], value[keys], merged_lse, delta, tiles, dtype=torch.float32)
+                 for keys, tiles in parts]
+    ours = [merged, found[0][0] + found[1][0], torch.cat([found[0][1], found[1][1]]), torch.cat([found[0][2], found[1][2]])]
+    exact, plainly = (outputs_and_gradients(function, [x.detach().to(wide).requires_grad_() for x in (query, key, value)], dy)
+                      for function, wide in ((lambda *x: reference.attention(*x, bounds)[0], torch.float64), (plain(bounds), dtype)))
+    for got, torch_has, want in zip(ours, plainly, exact, strict=True):
+        unit = torch.finfo(dtype).eps * want.abs().max()
+        assert got.dtype == torch.float32 and (got - want).abs().max() <= 2 * (torch_has - want).abs().max() + 16 * unit
+
+
 def test_reference_by_hand():
     """Against a loop over queries and heads."""
     bounds, num_keys = laid_out("documents and canvases", "cpu")
