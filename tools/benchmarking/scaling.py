@@ -27,7 +27,6 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile
 
 from megatron_dllm.config import ObjectiveConfig, ParallelConfig, RunConfig, TrainingConfig
 from megatron_dllm.data.order import Row as SourceRow
@@ -42,7 +41,7 @@ from megatron_dllm.training.batches import BatchMaker
 from megatron_dllm.training.loop import barrier
 from megatron_dllm.training.step import forward_backward
 
-from .kernel_times import KernelTimes, kernel_times
+from .exposed import exposure, profile
 from .workload import FIRST_TOKEN, DeviceNormal, measure_ranks, real_width, toy_width
 
 SIX = ["sliding"] * 5 + ["full"]
@@ -79,6 +78,16 @@ CASES = (
     Case("one device, long", 1, *LONG, recompute="full"),
     Case("cp2", 2, *LONG, ParallelConfig(context_parallel_size=2), recompute="full"),
 )
+
+
+@dataclass(frozen=True)
+class KernelTimes:
+    """Milliseconds of a step on rank 0's device: in all, with a collective running, of these with nothing else, and with nothing at all."""
+
+    span_ms: float
+    collective_ms: float
+    exposed_ms: float
+    idle_ms: float
 
 
 @dataclass(frozen=True)
@@ -258,12 +267,9 @@ def measure_case(case: Case, context: ParallelContext, arguments: argparse.Names
     timing = measure_ranks(lambda: forward_backward(model, gradients, inputs).total.item(), context, prepare=gradients.buckets.zero,
                            repeats=arguments.repeats)
     kernels = None
-    if device.type == "cuda":
-        barrier(context)
-        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-            forward_backward(model, gradients, inputs)
-            torch.cuda.synchronize(device)
-        kernels = kernel_times(profiler)
+    if device.type == "cuda" and case.ranks > 1:
+        exposed = exposure(profile(lambda: forward_backward(model, gradients, inputs), lambda: barrier(context)))
+        kernels = KernelTimes(exposed.span, exposed.total.running, exposed.total.exposed, exposed.span - exposed.busy)
     gradients.buckets.release()
     return Result(case.name, case.work(arguments.toy), case.ranks, timing.median, timing.peak_gib, timing.value, kernels)
 
