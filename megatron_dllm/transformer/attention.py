@@ -8,6 +8,7 @@ from ..config import ModelConfig
 from ..context_parallel.plan import ShardedPlan
 from ..parallel import ParallelContext
 from ..tensor_parallel import ColumnParallelLinear, RowParallelLinear, column_linear, local_heads
+from ..tensor_parallel.dropout import TokenDraws
 from ..tensor_parallel.initialization import Init
 from .core_attention import AttentionPlan, attend
 from .norms import RMSNorm, rms_norm
@@ -20,7 +21,7 @@ from .token_pass import LayerContext, LayerPass
 class SelfAttention(nn.Module):
     """Grouped-query attention, scale 1.0: q = rope(q_norm(Wq x)), k = rope(k_norm(Wk x)), v = norm(Wv x) without scale or rope.
 
-    Full layers have no Wv: v is the normed Wk x, taken before k_norm and rope (MODEL.md section 2).
+    Full layers have no Wv: v is the normed Wk x, taken before k_norm and rope (docs/model.md section 2).
     """
 
     def __init__(self, name: str, config: ModelConfig, layer: int, *, context: ParallelContext, init: Init, dtype: torch.dtype,
@@ -42,7 +43,7 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor, layer_pass: LayerPass, earlier: LayerContext | None) -> tuple[Tensor, LayerContext | None]:
         """y [T, H] from x [T, H], and the keys and values that a later pass needs."""
-        query, raw_key, raw_value = self._project(x)
+        query, raw_key, raw_value = self._project(x, layer_pass.draws)
         query = norm_and_rotate(query, self.q_norm.weight, layer_pass.rotary, self.eps)
         key = norm_and_rotate(raw_key, self.k_norm.weight, layer_pass.rotary, self.eps)
         value = rms_norm(raw_value, None, self.eps)
@@ -50,16 +51,16 @@ class SelfAttention(nn.Module):
             key, value = torch.cat([earlier.key, key]), torch.cat([earlier.value, value])
         out = self.recompute("core_attn", self._attend, query, key, value, layer_pass.attention)
         kept = None if layer_pass.kept is None else LayerContext(take_distinct(key, layer_pass.kept), take_distinct(value, layer_pass.kept))
-        return self.o_proj(out.flatten(1)), kept
+        return self.o_proj(out.flatten(1), layer_pass.draws), kept
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan | ShardedPlan) -> Tensor:
         """[T, h, d]; generation has whole sequences also where training shares them."""
         return plan.attend(query, key, value, self.cp) if isinstance(plan, ShardedPlan) else attend(query, key, value, plan)
 
-    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, x: Tensor, draws: TokenDraws | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [T, h, d], raw keys and raw values [T, g, d]; x is gathered once for all of them."""
         projections = [self.q_proj, self.k_proj] if self.v_proj is None else [self.q_proj, self.k_proj, self.v_proj]
         flat = column_linear(x, [p.weight for p in projections], tp=self.q_proj.tp, sequence_parallel=self.q_proj.sequence_parallel)
-        adapted = (p.adapter(y, x) for p, y in zip(projections, flat, strict=True))
+        adapted = (p.adapter(y, x, draws) for p, y in zip(projections, flat, strict=True))
         query, key, *value = (y.unflatten(-1, (-1, self.head_dim)) for y in adapted)
         return query, key, value[0] if value else key

@@ -1,6 +1,6 @@
 """Rotary positions: "default" turns every dimension, "proportional" only the first pairs, spread over the whole head.
 
-inv_freq, cos and sin are fp32, always. Rotate-half pairs dimension i with i + d/2. Proportional (MODEL.md section 2): inv_freq[i] =
+inv_freq, cos and sin are fp32, always. Rotate-half pairs dimension i with i + d/2. Proportional (docs/model.md section 2): inv_freq[i] =
 theta^(-2i/d) for i < fraction * d/2 and 0 beyond, so with d = 512 and fraction 0.25 the dimensions 0..63 and 256..319 turn. It is not the
 usual partial rotary, which would turn the first 128 dimensions with frequencies of a head of 128.
 """

@@ -13,7 +13,7 @@ from megatron_dllm.config.model import read_layer_types, repeat_layer_types, wri
 
 RELEASE, TOY = PRESETS["diffusiongemma-26b-a4b"], PRESETS["toy"]
 
-# The released file's settings (MODEL.md section 1), among keys that say nothing of the text model.
+# The released file's settings (docs/model.md section 1), among keys that say nothing of the text model.
 RELEASED_JSON = {
     "architectures": ["DiffusionGemmaForBlockDiffusion"],
     "boi_token_id": 255999,

@@ -28,24 +28,48 @@ def commands(text: str) -> list[str]:
 def problem(command: str) -> str | None:
     """Why a command of a document cannot be run as it stands, None if nothing speaks against it."""
     words = shlex.split(command, comments=True)
-    while re.match(r"[A-Z_]+=", words[0]):  # variables set for the command
+    variables = {}
+    while re.match(r"[A-Z_0-9]+=", words[0]):  # set for the command
+        name, _, variables[name] = words[0].partition("=")
         words = words[1:]
     script = next((n for n, word in enumerate(words) if word.endswith((".py", ".sh"))), None)
     if script is None:
         return None if words[0] in ("source", "cd", "git", "pip", "tensorboard") else f"{words[0]}: no command that the test knows"
     path, arguments = ROOT / words[script], words[script + 1 :]
+    if path.parent.name in ("diffusion_gemma", "launch") and path.is_file():
+        return _recipe_problem(words, script, variables)
     if not path.is_file():
         return f"{words[script]} is not there"
     if path.suffix == ".sh":
         result = subprocess.run(["bash", "-n", str(path)], capture_output=True, text=True)
         return result.stderr or None
     if path.name == "pretrain_dllm.py":
-        return _training_problem(arguments)
-    unknown = [word for word in arguments if word.startswith("--") and word.split("=")[0] not in flags_in_help(path)]
+        starter = dict(zip(words, words[1:script], strict=False))
+        return _training_problem(arguments, int(starter.get("--nproc-per-node", 1)))
+    own, _, training = " ".join(arguments).partition(" -- ")
+    if training:  # flags of a run, handed on
+        return problem(f"python tools/{path.name} {own}") or _training_problem(arguments[arguments.index("--") + 1 :])
+    subcommand = arguments[0] if arguments and re.fullmatch(r"[a-z-]+", arguments[0]) and not arguments[0].startswith("-") else ""
+    try:
+        known = flags_in_help(path, subcommand)
+    except AssertionError as failure:
+        return str(failure)
+    unknown = [word for word in arguments if word.startswith("--") and word.split("=")[0] not in known]
     return f"{path.name} has no {unknown}" if unknown else None
 
 
-def _training_problem(arguments: list[str]) -> str | None:
+def _recipe_problem(words: list[str], script: int, variables: dict[str, str]) -> str | None:
+    """A recipe, or a launcher with one, prints its command; of a job the recipe is looked at alone."""
+    recipe = next((word for word in words[script:] if "diffusion_gemma/" in word), None)
+    if recipe is None or not (ROOT / recipe).is_file():
+        return f"{words[script]}: no recipe {recipe}"
+    start = [words[script], *words[script + 1 :]] if words[0] == "bash" else [recipe]
+    environment = {**os.environ, **variables, "DRY_RUN": "command", "PYTHON": sys.executable}
+    result = subprocess.run(["bash", *start], cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    return result.stderr or "it failed" if result.returncode else None
+
+
+def _training_problem(arguments: list[str], processes: int = 1) -> str | None:
     kept = ["--preset", "toy"]
     skip = False
     for word in arguments:
@@ -57,15 +81,16 @@ def _training_problem(arguments: list[str]) -> str | None:
         run = config.parse(kept)
     except ValueError as error:
         return str(error)
-    problems = config.validate(run)
+    problems = config.validate(run, world_size=processes)
     # What an argument file says is not known here, so that only the flags can be judged.
     return config.format_problems(problems) if problems and not from_file else None
 
 
 @cache
-def flags_in_help(tool: Path) -> frozenset[str]:
-    result = subprocess.run([sys.executable, str(tool), "--help"], capture_output=True, text=True, env={**os.environ, "COLUMNS": "200"})
-    assert result.returncode == 0, f"{tool.name} --help: {result.stderr}"
+def flags_in_help(tool: Path, subcommand: str = "") -> frozenset[str]:
+    command = [sys.executable, str(tool), *([subcommand] if subcommand else []), "--help"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "COLUMNS": "200"})
+    assert result.returncode == 0, f"{tool.name} {subcommand} --help: {result.stderr}"
     known = set(re.findall(r"--[a-z0-9-]+", result.stdout))
     # A tool that says so takes the flags of training as well.
     return frozenset(known | {item.name for _, item in config.run.FLAGS.values()} if "pretrain_dllm.py" in result.stdout else known)
@@ -93,16 +118,37 @@ def test_commands_reads_fenced_blocks_alone():
         ("python pretrain_dllm.py --preset toy --train-iters 5 --data-path x --lr -1", "--lr"),
         ("python tools/plot_run.py runs/a --smoth 0.9", "has no ['--smoth']"),
         ("make all", "no command that the test knows"),
+        ("python tools/plan.py pipelines", "invalid choice"),
+        ("python tools/verify.py layouts --quik", "has no ['--quik']"),
+        ("SCALE=tiny bash examples/diffusion_gemma/sft_26b.sh", "neither full nor toy"),
+        ("bash examples/launch/torchrun.sh examples/diffusion_gemma/none.sh", "no recipe"),
+        ("python tools/plan.py layouts --num-gpus 8 -- --preset toy --train-iters 5 --data-path x --lr -1", "--lr"),
     ],
 )
 def test_problem_finds_planted_ones(command, text):
     assert text in problem(command)
 
 
-def test_readme_leads_to_files_that_exist():
-    text = (ROOT / "README.md").read_text()
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_document_leads_to_files_that_exist(document):
+    text = document.read_text()
     targets = [target for target in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in target]
-    assert targets and all((ROOT / target).exists() for target in targets), targets
+    assert all((document.parent / target).exists() for target in targets), targets
+    modules = re.findall(r"`((?:[a-z_]+/)+(?:[a-z_]+\.(?:py|sh))?)`", text)
+    missing = [name for name in modules if not (ROOT / name).exists() and not (ROOT / "megatron_dllm" / name).exists()]
+    assert not missing, missing
+
+
+def test_every_document_is_reached_from_the_readme():
+    linked = set(re.findall(r"\]\(docs/([^)#]+)\)", (ROOT / "README.md").read_text()))
+    assert not {path.name for path in DOCUMENTS[1:]} - linked
+
+
+def test_citations_name_sections_that_there_are():
+    cited = re.compile(r"docs/(design|model)\.md,? section (\d+)")
+    sources = [path for folder in ("megatron_dllm", "tools", "tests") for path in (ROOT / folder).rglob("*.py")]
+    for name, section in {found for path in sources for found in cited.findall(path.read_text())}:
+        assert re.search(rf"^## {section}\. ", (ROOT / "docs" / f"{name}.md").read_text(), re.MULTILINE), f"docs/{name}.md has no {section}"
 
 
 def test_readme_tree_names_every_part_and_nothing_else():

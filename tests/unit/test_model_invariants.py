@@ -1,4 +1,4 @@
-"""What must hold of the model as a whole on one process (DESIGN.md section 9): leaks, denominators, packing, recompute, determinism."""
+"""What must hold of the model as a whole on one process (docs/design.md section 9): leaks, denominators, packing, recompute, repeats."""
 import dataclasses
 
 import numpy as np

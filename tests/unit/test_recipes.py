@@ -1,4 +1,4 @@
-"""Every recipe of examples/, those to come too: its flags work at both scales, and its numbers are held as DESIGN.md section 6 says."""
+"""Every recipe of examples/, those to come too: its flags work at both scales, and its numbers are held as docs/design.md section 6 says."""
 
 import dataclasses
 import os

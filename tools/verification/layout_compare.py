@@ -33,7 +33,7 @@ from verification.layout_training import (
 # fp64: differences of losses, of gradients relative to the tensor's largest, of parameters after SGD. Under AdamW, in units of the learning
 # rate, a gradient of the size of adam_eps moves with its relative rounding, so that the gate is wider.
 WIDE_LIMIT, ADAMW_LIMIT = 1e-10, 1e-6
-# fp32 (DESIGN 3.6): loss relative to the loss; a gradient element |d| in units of 1e-5 |ref| + 1e-7 |g|.
+# fp32 (docs/design.md 3.6): loss relative to the loss; a gradient element |d| in units of 1e-5 |ref| + 1e-7 |g|.
 NARROW_LOSS_LIMIT, NARROW_GRADIENT_LIMIT = 1e-6, 1.0
 CASE_SECONDS = 150.0  # a case takes about two; one that hangs ends its world, with the stacks of all ranks
 Computed, Figures = TypeVar("Computed"), TypeVar("Figures")  # what one process computed; what a case is judged by

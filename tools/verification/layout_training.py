@@ -42,7 +42,7 @@ WEIGHT_STD = {"embedding": 0.5, "router": 0.5, "": 0.1}  # by part of the name, 
 
 
 class Examples:
-    """The examples of three global batches (DESIGN's ExampleSource): row n has one, or two when packed.
+    """The examples of three global batches (an ExampleSource): row n has one, or two when packed.
 
     Sample numbers are searched, so that the coins and, of "one supervised", the corruption fall as the case wants them.
     """
@@ -270,7 +270,7 @@ def make_examples(reference: Reference, run: RunConfig) -> Examples:
 
 
 def narrow_excess(ours: Tensor, reference: Tensor, norm: float) -> float:
-    """The largest |d| in units of fp32's tolerance, 1e-5 |ref| + 1e-7 |g| (DESIGN 3.6); `norm` is |g|."""
+    """The largest |d| in units of fp32's tolerance, 1e-5 |ref| + 1e-7 |g| (docs/design.md section 3, rule 6); `norm` is |g|."""
     return largest((ours - reference).abs() / (1e-5 * reference.abs() + 1e-7 * norm))
 
 

@@ -175,7 +175,7 @@ def soft_capped(oracle, hidden: Tensor) -> Tensor:
 
 
 def masks(config, length: int, start: int) -> dict[str, Tensor]:
-    """Additive masks [1, 1, C, length + C] of a canvas that starts at `start`, written out from the rule of MODEL.md."""
+    """Additive masks [1, 1, C, length + C] of a canvas that starts at `start`, written out from the rule of docs/model.md, section 2."""
     key, canvas = torch.arange(length), torch.ones(config.canvas_length, dtype=torch.bool)
     seen = {"full_attention": key < start, "sliding_attention": (key < start) & (key >= start - (config.window_size - 1))}
     return {kind: torch.zeros(1, 1, config.canvas_length, length + config.canvas_length).masked_fill(

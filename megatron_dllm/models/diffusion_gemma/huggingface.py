@@ -1,4 +1,4 @@
-"""The released tensors' names and shapes, and ours: one table, read by import and by export (MODEL.md section 6).
+"""The released tensors' names and shapes, and ours: one table, read by import and by export (docs/model.md section 6).
 
 Import gives rectangles of our tensors, each from the rectangles of theirs that it needs; export gives theirs piece by piece. An
 unexpected, missing or misshapen tensor is an error that names it.
