@@ -14,7 +14,7 @@ from megatron_dllm.parallel.collectives import sum_grad_over
 from megatron_dllm.parallel.context import Group
 
 from .shared_gradient import SharedWeight
-from .vocabulary import CHUNK_BYTES, VocabularyRange, add_product_, at_least_fp32, check_tokens, product, token_chunks
+from .vocabulary import VocabularyRange, add_product_, at_least_fp32, check_tokens, product, token_chunks
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def linear_cross_entropy(
     vocab_size: int,
     observed: Tensor | None = None,
     bonus: Tensor | None = None,
-    chunk_bytes: int = CHUNK_BYTES,
+    chunk_bytes: int | None = None,
     sum_hidden_grad: bool = True,
     shared: SharedWeight | None = None,
 ) -> CrossEntropy:
@@ -83,7 +83,7 @@ class _Head:
     softcap: float | None
     tp: Group
     own: VocabularyRange
-    chunk_bytes: int
+    chunk_bytes: int | None
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from megatron_dllm.parallel import communication
 from megatron_dllm.parallel.context import Group
 
 from .shared_gradient import SharedWeight
-from .vocabulary import CHUNK_BYTES, VocabularyRange, add_product_, at_least_fp32, capped_logits, product, token_chunks
+from .vocabulary import VocabularyRange, add_product_, at_least_fp32, capped_logits, product, token_chunks
 
 
 def soft_embedding(
@@ -24,7 +24,7 @@ def soft_embedding(
     scale: float,
     tp: Group,
     vocab_size: int,
-    chunk_bytes: int = CHUNK_BYTES,
+    chunk_bytes: int | None = None,
     shared: SharedWeight | None = None,
 ) -> Tensor:
     """softmax(softcap * tanh(hidden @ W.T / softcap)) @ W * scale, [T, H], equal on every rank.
@@ -52,7 +52,7 @@ class _Head:
     scale: float
     tp: Group
     own: VocabularyRange
-    chunk_bytes: int
+    chunk_bytes: int | None
 
 
 class _InTorch:
