@@ -19,6 +19,7 @@ from .nested import map_tensors
 from .streams import Streams, TokenStream
 
 CPU = torch.device("cpu")
+KEPT_MULTIPLE = 128  # a tile of the attention kernels
 NOISE_BINS = 10  # metrics show the diffusion loss by tenths of the noise level
 MTP_GROUP = 1 + NOISE_BINS
 
@@ -96,12 +97,13 @@ def microbatch_inputs(streams: Streams, config: ModelConfig, *, dtype: torch.dty
     kept = _kept(streams, everyones_drafts, config) if second_loop or everyones_drafts.any() else None
     place = {"device": device, "dtype": dtype}
     canvas_group = 1 + np.minimum((level * NOISE_BINS).astype(np.int64), NOISE_BINS - 1)
-    linear = "linear" in config.layer_types
+    linear, words = "linear" in config.layer_types, streams.dropout
     first_pass = token_pass(
         config, dict.fromkeys(LAYER_TYPES, streams.visibility), np.concatenate([clean.positions, canvas.positions]), num_clean=len(clean),
         kept=kept and {kind: shared.own_kept(kept[kind]) for kind in LAYER_TYPES}, shards=shared.first_pass(), device=device, split=split,
         routed=_routed(np.concatenate([np.full(len(clean), CLEAN), np.where(again, DRAFT, CANVAS)]), streams, **place),
-        runs=first_runs(streams.visibility, None if kept is None else streams.self_conditioned) if linear else None)
+        runs=first_runs(streams.visibility, None if kept is None else streams.self_conditioned) if linear else None,
+        draws=None if words is None else np.concatenate([words.clean[shared.own_clean], words.canvas[shared.own_canvas]]))
     first_scored = _scored(
         [(clean, np.zeros(len(clean), np.int64), None), (canvas, canvas_group, bonus)], ~drafts, leave_one_out, **place)
     second_pass = second_scored = None
@@ -110,7 +112,8 @@ def microbatch_inputs(streams: Streams, config: ModelConfig, *, dtype: torch.dty
             config, {kind: streams.visibility.against_kept(everyones_drafts, kept[kind]) for kind in LAYER_TYPES}, canvas.positions[again],
             num_clean=0, shards=shared.second_pass(kept, streams.self_conditioned), device=device, split=split,
             routed=_routed(np.full(int(again.sum()), CANVAS), streams, **place),
-            runs=second_runs(streams.visibility, streams.self_conditioned) if linear else None)
+            runs=second_runs(streams.visibility, streams.self_conditioned) if linear else None,
+            draws=None if words is None else words.second[shared.own_canvas][again])
         second_scored = _scored(
             [(canvas.select(again), canvas_group[again], bonus[again])], np.ones(int(again.sum()), bool), leave_one_out, **place)
     return MicrobatchInputs(
@@ -148,8 +151,18 @@ def _moved(clean: TokenStream, visibility: Visibility, places: int, scale: float
 
 
 def _kept(streams: Streams, queries: np.ndarray, config: ModelConfig) -> dict[str, np.ndarray]:
-    """By layer type, the clean keys that the second loop reads: all before a canvas, or its last window - 1."""
-    return {"full": streams.visibility.kept_keys(queries), "sliding": streams.visibility.windowed(config.window_size).kept_keys(queries)}
+    """By layer type, the clean keys that the second loop reads: all before a canvas, or its last window - 1.
+
+    Some that it does not read are kept with them, as far as there are any, so that their numbers, and with them the launches, are few.
+    """
+    seen = {"full": streams.visibility, "sliding": streams.visibility.windowed(config.window_size)}
+    return {kind: _filled_up(visibility.kept_keys(queries), len(streams.clean)) for kind, visibility in seen.items()}
+
+
+def _filled_up(keys: np.ndarray, num_clean: int) -> np.ndarray:
+    """`keys`, rising, and the first others up to a multiple of KEPT_MULTIPLE: with one of 4, [5, 6] of 9 keys is [0, 1, 5, 6]."""
+    others = np.setdiff1d(np.arange(num_clean), keys, assume_unique=True)
+    return np.union1d(keys, others[:-len(keys) % KEPT_MULTIPLE])
 
 
 def _routed(stream: np.ndarray, streams: Streams, *, device: torch.device, dtype: torch.dtype) -> RoutedTokens:

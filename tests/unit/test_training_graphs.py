@@ -3,11 +3,12 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 
 from megatron_dllm.config import PRESETS, ModelConfig, MoEConfig, ObjectiveConfig, OptimizerConfig
-from megatron_dllm.diffusion.inputs import to_device
+from megatron_dllm.diffusion.inputs import _filled_up, to_device
 from megatron_dllm.diffusion.nested import form_of, map_tensors, tensors_of
 from megatron_dllm.models.diffusion_gemma.model import DiffusionGemma
 from megatron_dllm.parallel import ParallelContext
@@ -136,6 +137,16 @@ def test_the_form_knows_what_shapes_the_work():
     assert form_of((slice(0, 2),)) != form_of((slice(0, 3),))
     with pytest.raises(TypeError, match="ndarray in nested inputs"):
         form_of((torch.zeros(2).numpy(),))
+
+
+def test_the_form_does_not_follow_the_place_of_a_canvas():
+    """The second loop reads other keys then, but as many are kept."""
+    plans = [toy_plan(ALWAYS, ((20, 40),), seed=seed) for seed in range(6)]
+    assert len({plan.microbatches[0][0].examples[0].canvases for plan in plans}) > 1
+    assert len({form_of(toy_inputs(plan, objective=ALWAYS)) for plan in plans}) == 1
+    assert _filled_up(np.array([5, 6]), 9).tolist() == list(range(9))
+    assert _filled_up(np.arange(150, 190), 400).tolist() == [*range(88), *range(150, 190)]
+    assert _filled_up(np.zeros(0, np.int64), 9).tolist() == []
 
 
 def test_static_inputs_take_over_every_tensor():
