@@ -46,8 +46,12 @@ class Shapes:
 def shapes(head_dim: int, tile: int) -> Shapes:
     """The shapes for a head dimension; tests use tiles that are smaller than any of these.
 
-    Measured on an H200 (4096 tokens, 16 heads, bf16): forward at 256 0.41 ms, 128 x 32 0.46, 64 x 64 0.64; at 512 64 x 32 1.6.
-    Probabilities in 3 or 4 stages, panels of 64 or 128: within 5 %. Gradients: 256 columns of 5 or 7 stages, others up to 20 % slower.
+    Measured on an H200, ms of kernels for 4096 causal tokens, 16 heads, bf16, first what is used:
+        forward          256: 128 x 64 0.32, 128 x 32 0.46, 64 x 64 0.64, by scores and mix 0.42. 512: by scores and mix 0.66, 64 x 32 1.57
+        scores           512: 2 heads, 16 or 8 warps 0.37, 1 head 0.46
+        mix              512: 5 or 7 stages 0.29, 3 stages 0.39, steps of 32 0.33, 128 columns 0.32
+        probabilities    256: 2 heads in 4 stages 0.55, in 3 0.64, 1 head 0.62, steps of 32 0.62. 512: 0.78, 0.79, 0.84, 0.78
+        key_gradients    256: 5 stages 0.24, 7 0.25. 512: 7 stages 0.52, 5 0.55
     """
     if head_dim >= 512:
         block = None
@@ -56,11 +60,11 @@ def shapes(head_dim: int, tile: int) -> Shapes:
     else:
         block = Shape(128, 64, 0, 8 if head_dim > 64 else 4, 3)
     panel = Shape(tile, min(256, head_dim), min(64, tile), 8, 5)
-    step = min(64, head_dim)
+    pair = Shape(tile, tile, min(64, head_dim), 16, 4, heads=2)
     return Shapes(
         forward=None if block is None else replace(block, rows=min(block.rows, tile), columns=min(block.columns, tile)),
-        scores=Shape(tile, tile, step, 16, 4, heads=2), mix=panel, probabilities=Shape(tile, tile, step, 8, 4),
-        query_gradient=panel, key_gradients=replace(panel, stages=7) if head_dim == 256 else panel)
+        scores=pair, mix=panel, probabilities=pair, query_gradient=panel,
+        key_gradients=replace(panel, stages=7) if head_dim >= 512 else panel)
 
 
 def attention_forward(query: Tensor, key: Tensor, value: Tensor, tiles: AttentionTiles, shape: Shapes | None = None, *,
