@@ -23,6 +23,15 @@ def adapted_parts_run(rank: int | None, targets: tuple[str, ...], objective: str
                  {"lora_targets": others})  # fmt: skip
 
 
+@check("lora_dropout", "lora_targets")
+def dropout_has_a_place(dropout: float, targets: tuple[str, ...]) -> Fault | None:
+    others = [target for target in targets if target not in ("attention", "mlp")]
+    if dropout == 0 or not others:
+        return None
+    return Fault(f"what reaches {' and '.join(others)} has no dropout (nor has PEFT any for experts)",
+                 "set --lora-dropout 0, or --lora-targets to attention, mlp or both", {"lora_dropout": 0.0})  # fmt: skip
+
+
 @check("lora_rank", "mtp_num_layers")
 def adapters_without_mtp(rank: int | None, depths: int) -> Fault | None:
     if rank is None or depths == 0:

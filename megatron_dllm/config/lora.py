@@ -16,6 +16,7 @@ class LoRAConfig:
         None,
     )
     lora_alpha: float = flag("Adapters count alpha / rank.", 16.0)
+    lora_dropout: float = flag("Share of the inputs of A that is dropped in training; for attention and mlp alone.", 0.0)
     lora_targets: tuple[Literal["attention", "mlp", "router", "self_conditioning", "experts"], ...] = flag(
         "What gets adapters: attention (q, k, v and o projections of sliding and full layers), mlp (the dense MLP's gate, up and down), "
         "router (its projection), self_conditioning (its gate, up and down), experts (each expert's gate_up and down).",

@@ -30,6 +30,9 @@ class Purpose(enum.IntEnum):
     REPLACEMENT = 3
     CANVAS = 4
     SELF_CONDITIONING = 5
+    DROPOUT_CLEAN = 6
+    DROPOUT_CANVAS = 7
+    DROPOUT_SECOND = 8
 
 
 @dataclass(frozen=True)

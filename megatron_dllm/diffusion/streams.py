@@ -40,6 +40,27 @@ class TokenStream:
 
 
 @dataclass(frozen=True)
+class DropoutWords:
+    """int64, a word a token: of the clean stream, of the canvas stream, and of that in the second loop."""
+
+    clean: np.ndarray
+    canvas: np.ndarray
+    second: np.ndarray
+
+    @classmethod
+    def of(cls, microbatch: Microbatch) -> DropoutWords:
+        """By document and position, so that no layout and no packing changes them."""
+        def drawn(purpose: Purpose, pieces: list[tuple[PlannedExample, int, int]]) -> np.ndarray:
+            parts = [example.key.words(purpose, start, count) for example, start, count in pieces]
+            return np.concatenate([np.zeros(0, np.uint64), *parts]).view(np.int64)
+
+        clean = [(example, 0, example.fit.total) for example in microbatch.examples]
+        canvas = [(example, example.canvas_start(number), example.fit.canvas_length)
+                  for example in microbatch.examples for number in example.canvases]
+        return cls(drawn(Purpose.DROPOUT_CLEAN, clean), drawn(Purpose.DROPOUT_CANVAS, canvas), drawn(Purpose.DROPOUT_SECOND, canvas))
+
+
+@dataclass(frozen=True)
 class Streams:
     """One microbatch. Visibility covers the clean queries, then the canvas queries.
 
@@ -47,6 +68,7 @@ class Streams:
     noise_level        float64 [Tc]: t of each canvas token's example
     observed_bonus     float64 [Tc]: what the `loo` loss adds to the logit of the noisy token that is seen; zeros otherwise
     num_routed         tokens that routers' losses count, in the whole global batch
+    dropout            words for dropout, if there is any
     """
 
     clean: TokenStream
@@ -56,11 +78,12 @@ class Streams:
     noise_level: np.ndarray
     observed_bonus: np.ndarray
     num_routed: int
+    dropout: DropoutWords | None = None
 
 
 def build_streams(microbatch: Microbatch, tokens: Sequence[np.ndarray], objective: ObjectiveConfig, denominators: Denominators, *,
-                  vocab_size: int, fill_token: int) -> Streams:
-    """Lay out a microbatch; `tokens` holds prompt + response (uncut) of each of its examples, in order."""
+                  vocab_size: int, fill_token: int, dropout: bool = False) -> Streams:
+    """Lay out a microbatch; `tokens` holds prompt + response (uncut) of each of its examples, in order. `dropout`: draw its words too."""
     clean_parts, canvas_parts, first, past, canvas_ids, extras = [], [], [], [], [], []
     start = num_canvases = 0
     for example, raw in zip(microbatch.examples, tokens, strict=True):
@@ -86,7 +109,8 @@ def build_streams(microbatch: Microbatch, tokens: Sequence[np.ndarray], objectiv
         bonus = np.log1p(vocab_size * (1 - level) / level)  # arXiv 2605.22765
     return Streams(
         _join(clean_parts), _join(canvas_parts), visibility,
-        np.repeat([example.self_conditioned for _, _, example in extras], length).astype(bool), level, bonus, denominators.routed)
+        np.repeat([example.self_conditioned for _, _, example in extras], length).astype(bool), level, bonus, denominators.routed,
+        DropoutWords.of(microbatch) if dropout else None)
 
 
 def _filled(example: PlannedExample, raw: np.ndarray, fill_token: int) -> np.ndarray:

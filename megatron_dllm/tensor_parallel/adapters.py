@@ -7,6 +7,7 @@ What crosses ranks is [T, rank], in both directions.
 """
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,7 @@ from megatron_dllm.parallel.collectives import gather_sequence, sum_grad_over
 from megatron_dllm.parallel.context import ParallelContext
 from megatron_dllm.parallel.placement import place
 
+from .dropout import Dropout, TokenDraws, undropped
 from .initialization import Constant, Init, make_parameter
 from .linear import ColumnParallelLinear, RowParallelLinear, row_linear
 
@@ -31,6 +33,13 @@ class LowRank:
     init: Init
     context: ParallelContext
     dtype: torch.dtype
+    dropout: float = 0.0
+
+    def drop_for(self, name: str, size: int, *, first: int = 0, count: int | None = None) -> Callable[[Tensor, Tensor | None], Tensor]:
+        """What A's input of `size` features, of which this rank has `count`, goes through."""
+        if not self.dropout:
+            return undropped
+        return Dropout(name, self.dropout, size, first=first, count=size if count is None else count, device=self.context.device)
 
     @property
     def scale(self) -> float:
@@ -63,10 +72,11 @@ class ColumnAdapter(nn.Module):
         of_b = place((*parts, width, common.rank), context, cut={"tp": len(parts)}, copies=placement.copies)
         self.a = make_parameter(f"{name}.a", of_a, init=common.init_for(depth), **shared)
         self.b = make_parameter(f"{name}.b", of_b, init=ZERO, **shared)
+        self.drop = common.drop_for(name, depth)
 
-    def forward(self, y: Tensor, x: Tensor) -> Tensor:
+    def forward(self, y: Tensor, x: Tensor, draws: TokenDraws | None = None) -> Tensor:
         """y with the adapter's part added, in a tensor of its own."""
-        low = x @ self.a.flatten(0, -2).t()
+        low = self.drop(x, draws and draws.own) @ self.a.flatten(0, -2).t()
         low = gather_sequence(low, self.tp) if self.sequence_parallel else sum_grad_over(low, self.tp)
         # One product for all parts: at such ranks their zeros beside each other cost nothing.
         b = self.b if self.b.dim() == 2 else torch.block_diag(*self.b.unbind(0))
@@ -92,8 +102,9 @@ class RowAdapter(nn.Module):
         self.a = make_parameter(f"{name}.a", place((common.rank, depth), context, cut={"tp": 1}), init=common.init_for(depth), **shared)
         of_b = place((width, common.rank), context, partial_over_tp=context.sequence_parallel)
         self.b = make_parameter(f"{name}.b", of_b, init=ZERO, **shared)
+        self.drop = common.drop_for(name, depth, first=self.a.placement.offset[1], count=self.a.placement.extent[1])
 
-    def forward(self, y: Tensor, x: Tensor) -> Tensor:
+    def forward(self, y: Tensor, x: Tensor, draws: TokenDraws | None = None) -> Tensor:
         """y with the adapter's part added, in a tensor of its own."""
-        low = row_linear(x, self.a, tp=self.tp, sequence_parallel=self.sequence_parallel)
+        low = row_linear(self.drop(x, draws and draws.every), self.a, tp=self.tp, sequence_parallel=self.sequence_parallel)
         return torch.addmm(y, low, self.b.t(), alpha=self.scale)

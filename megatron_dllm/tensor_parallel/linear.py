@@ -14,6 +14,7 @@ from megatron_dllm.parallel.collectives import scatter_sum_sequence, sum_over
 from megatron_dllm.parallel.context import Group, ParallelContext
 from megatron_dllm.parallel.placement import place
 
+from .dropout import TokenDraws
 from .initialization import Init, make_parameter
 
 
@@ -79,7 +80,7 @@ class _ColumnLinear(torch.autograd.Function):
         return (summing.wait() if summing is not None else None), None, None, *dws
 
 
-def unadapted(y: Tensor, *inputs: Tensor) -> Tensor:
+def unadapted(y: Tensor, *inputs: Tensor | TokenDraws | None) -> Tensor:
     """What stands in for a low-rank adapter where there is none: y, of the layer's result and inputs."""
     return y
 
@@ -87,7 +88,8 @@ def unadapted(y: Tensor, *inputs: Tensor) -> Tensor:
 class ColumnParallelLinear(nn.Module):
     """y = x @ W.T, with W [F, D] (or fused [parts, F, D]) cut by output feature over `tp`; see `column_linear`.
 
-    `adapter` may add to y (see adapters.py). Whoever calls `column_linear` for several layers applies each one's.
+    `adapter` may add to y (see adapters.py), where `draws` are for its dropout. Whoever calls `column_linear` for several layers applies
+    each one's.
 
     With `copies` c > 1, c consecutive ranks hold the same rows (KV heads fewer than ranks): W is cut into R / c pieces.
     """
@@ -100,8 +102,8 @@ class ColumnParallelLinear(nn.Module):
         placement = place(shape, context, cut={"tp": len(shape) - 2}, copies=copies)
         self.weight = make_parameter(name, placement, init=init, dtype=dtype, device=context.device)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.adapter(column_linear(x, (self.weight,), tp=self.tp, sequence_parallel=self.sequence_parallel)[0], x)
+    def forward(self, x: Tensor, draws: TokenDraws | None = None) -> Tensor:
+        return self.adapter(column_linear(x, (self.weight,), tp=self.tp, sequence_parallel=self.sequence_parallel)[0], x, draws)
 
 
 class RowParallelLinear(nn.Module):
@@ -115,8 +117,8 @@ class RowParallelLinear(nn.Module):
         placement = place(shape, context, cut={"tp": 1})
         self.weight = make_parameter(name, placement, init=init, dtype=dtype, device=context.device)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.adapter(row_linear(x, self.weight, tp=self.tp, sequence_parallel=self.sequence_parallel), x)
+    def forward(self, x: Tensor, draws: TokenDraws | None = None) -> Tensor:
+        return self.adapter(row_linear(x, self.weight, tp=self.tp, sequence_parallel=self.sequence_parallel), x, draws)
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,8 @@ class BatchMaker:
         together = self.context.ep.size * self.context.etp.size * self.context.pp.size > 1
         tokens = [self.source.tokens(example.index) for example in microbatch.examples]
         streams = build_streams(
-            microbatch, tokens, objective, plan.denominators, vocab_size=model.vocab_size, fill_token=model.fill_token_id)
+            microbatch, tokens, objective, plan.denominators, vocab_size=model.vocab_size, fill_token=model.fill_token_id,
+            dropout=self.run.lora.lora_dropout > 0)
         return microbatch_inputs(
             streams, model, dtype=self.loss_dtype, mtp_scale=objective.mtp_loss_scaling_factor,
             uniform_null=objective.self_conditioning_null == "uniform",

@@ -92,7 +92,8 @@ def _check_adapters(trainer: Trainer, found: store.Checkpoint, base: Mapping[str
     if not trainer.has_adapters:
         return
     stored, ours = asdict(stored_run(found).lora), asdict(trainer.run.lora)
-    changed = [f"--{name.replace('_', '-')} {stored[name]} became {value}" for name, value in ours.items() if stored[name] != value]
+    changed = [f"--{name.replace('_', '-')} {stored[name]} became {value}" for name, value in ours.items()
+               if stored[name] != value and name != "lora_dropout"]
     if changed:
         raise ValueError(f"checkpoint {found.path} holds other adapters: {', '.join(changed)}; give the values of the run again")
     if theirs["fingerprint"] != base["fingerprint"]:

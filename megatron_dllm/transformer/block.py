@@ -13,6 +13,7 @@ from ..moe.balance import RoutedTokens
 from ..moe.layer import MoELayer
 from ..moe.replay import NOT_CHECKPOINTED, Call
 from ..parallel import ParallelContext, communication, gather_replicated_sequence, split_sequence
+from ..tensor_parallel.dropout import TokenDraws
 from ..tensor_parallel.initialization import Init
 from .attention import SelfAttention
 from .gated_delta_net import GatedDeltaContext, GatedDeltaNet
@@ -96,9 +97,9 @@ class TransformerBlock(nn.Module):
         readers = self.pre_feedforward_layernorm.weight, self.pre_feedforward_layernorm_2.weight, router.scale
         h, for_mlp, for_experts, scaled = after_attention(x, attended, self.post_attention_layernorm.weight, readers, router.root, eps)
         trip = self.moe.start(for_experts, scaled, call, token_pass.routed)
-        widened = self.mlp.widen(for_mlp)
+        widened = self.mlp.widen(for_mlp, token_pass.draws)
         self.moe.compute(trip)
-        dense = self.mlp.down(widened)
+        dense = self.mlp.down(widened, token_pass.draws)
         weights = (norm.weight for norm in (
             self.post_feedforward_layernorm_1, self.post_feedforward_layernorm_2, self.post_feedforward_layernorm))
         return after_feed_forward(h, dense, trip.after_combine(), *weights, self.layer_scalars, token_pass.num_clean, eps), kept
@@ -116,29 +117,29 @@ class TransformerBlock(nn.Module):
         """d + m."""
         # In this order gradients are added to h's as they are in `_overlapped`, so that recompute changes no bit.
         routed = self.recompute.with_moe("moe", self._routed, call, h, token_pass)
-        return self._dense_again(h) + routed
+        return self._dense_again(h, token_pass.draws) + routed
 
     def _overlapped(self, call: Call, h: Tensor, token_pass: TokenPass) -> Tensor:
         """d + m."""
         beside_dispatch, beside_combine = self.dense_halves
         own = self._own_tokens(h, token_pass)
         trip = self.moe.start(self.pre_feedforward_layernorm_2(own), self.moe.router.scaled(own), call, self._own_routed(token_pass))
-        between = beside_dispatch(h)
+        between = beside_dispatch(h, token_pass.draws)
         self.moe.compute(trip)
-        dense = beside_combine(between)
+        dense = beside_combine(between, token_pass.draws)
         return dense + self._all_tokens(self.post_feedforward_layernorm_2(trip.after_combine()), token_pass)
 
-    def _dense(self, h: Tensor) -> Tensor:
-        return self._narrow(self._widen(h))
+    def _dense(self, h: Tensor, draws: TokenDraws | None) -> Tensor:
+        return self._narrow(self._widen(h, draws), draws)
 
-    def _dense_again(self, h: Tensor) -> Tensor:
-        return self.recompute("mlp", self._dense, h)
+    def _dense_again(self, h: Tensor, draws: TokenDraws | None) -> Tensor:
+        return self.recompute("mlp", self._dense, h, draws)
 
-    def _widen(self, h: Tensor) -> Tensor:
-        return self.mlp.widen(self.pre_feedforward_layernorm(h))
+    def _widen(self, h: Tensor, draws: TokenDraws | None) -> Tensor:
+        return self.mlp.widen(self.pre_feedforward_layernorm(h), draws)
 
-    def _narrow(self, widened: Tensor) -> Tensor:
-        return self.post_feedforward_layernorm_1(self.mlp.down(widened))
+    def _narrow(self, widened: Tensor, draws: TokenDraws | None) -> Tensor:
+        return self.post_feedforward_layernorm_1(self.mlp.down(widened, draws))
 
     def _routed(self, call: Call, h: Tensor, token_pass: TokenPass) -> Tensor:
         own = self._own_tokens(h, token_pass)
@@ -166,7 +167,7 @@ class TransformerBlock(nn.Module):
         return gather_replicated_sequence(own, self.tp, near_equal_counts(token_pass.num_tokens, self.tp.size))
 
 
-def _unchanged(x: Tensor) -> Tensor:
+def _unchanged(x: Tensor, draws: TokenDraws | None) -> Tensor:
     return x
 
 

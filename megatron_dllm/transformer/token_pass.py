@@ -12,6 +12,7 @@ from ..config import ModelConfig
 from ..context_parallel.plan import ShardedPlan, Shards, sharded_plan
 from ..moe.balance import RoutedTokens
 from ..parallel import ParallelContext
+from ..tensor_parallel.dropout import TokenDraws
 from .core_attention import AttentionPlan, attention_plan
 from .gated_delta_plan import GatedDeltaPlan, Runs, gated_delta_plan, tokens_by_rank
 from .rotary import RotaryTable, inverse_frequencies, rotary_table
@@ -22,11 +23,14 @@ LAYER_TYPES = ("sliding", "full")  # those that attend to keys; "linear" layers 
 
 @dataclass(frozen=True)
 class LayerPass:
-    """What the layers of one type share. `kept` int64 [n]: the keys handed on as the layer's context (None: nothing is)."""
+    """What the layers of one type share. `kept` int64 [n]: the keys handed on as the layer's context (None: nothing is). `draws`: for
+    dropout, where there is any.
+    """
 
     rotary: RotaryTable
     attention: AttentionPlan | ShardedPlan
     kept: Tensor | None
+    draws: TokenDraws | None = None
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,8 @@ class SequenceSplit:
 
 @dataclass(frozen=True)
 class TokenPass:
-    """T tokens = num_clean clean ones, then num_canvas canvas ones; `layers` by layer type; `routed`: what routers know of the T tokens.
+    """T tokens = num_clean clean ones, then num_canvas canvas ones; `layers` by layer type; `routed`: what routers know of the T tokens;
+    `draws`: for dropout.
 
     A split into R pieces fills T up to a multiple of R. Attention sees all tokens, the fill too (as rows that no work list names); norms,
     residuals see our piece, and experts its rows that are no fill. With 5 clean tokens, 2 canvas tokens and R = 2:
@@ -69,6 +74,7 @@ class TokenPass:
     layers: Mapping[str, LayerPass | GatedDeltaPlan]
     split: SequenceSplit = SequenceSplit()
     routed: RoutedTokens | None = None
+    draws: TokenDraws | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -103,7 +109,7 @@ class TokenPass:
 def token_pass(config: ModelConfig, visibility: Mapping[str, Visibility], positions: np.ndarray, *, device: torch.device, num_clean: int,
                kept: Mapping[str, np.ndarray] | None = None, key_order: Mapping[str, np.ndarray] | None = None,
                shards: Mapping[str, Shards] | None = None, split: SequenceSplit = SequenceSplit(),  # noqa: B008 (immutable)
-               routed: RoutedTokens | None = None, runs: Runs | None = None) -> TokenPass:
+               routed: RoutedTokens | None = None, runs: Runs | None = None, draws: np.ndarray | None = None) -> TokenPass:
     """The pass of tokens at `positions` [T], of which the first `num_clean` are clean.
 
     visibility  by layer type (the types may hold different contexts), without the window, which sliding layers add
@@ -111,7 +117,9 @@ def token_pass(config: ModelConfig, visibility: Mapping[str, Visibility], positi
     key_order   by layer type, where the visibility's clean keys stand in [context ; clean]; without it, in this order
     shards      by layer type, who has what under context parallelism: then the visibility is that of all ranks' tokens, all else our own
     runs        what linear layers need, if the model has any
+    draws       int64 [T], a word of each token for dropout
     """
+    token_draws = None if draws is None else _token_draws(draws, split, device)
     filled = np.pad(positions, (0, -len(positions) % split.size))
     where = torch.from_numpy(filled).to(device)
     layers = {}
@@ -123,11 +131,16 @@ def token_pass(config: ModelConfig, visibility: Mapping[str, Visibility], positi
             plan = sharded_plan(visibility[kind], window, shards[kind], device)
         layers[kind] = LayerPass(
             rotary_table(where, layer_frequencies(config, kind, device)), plan,
-            None if kept is None else torch.from_numpy(kept[kind]).to(device))
+            None if kept is None else torch.from_numpy(kept[kind]).to(device), token_draws)
     if runs is not None:
         parts = None if shards is None else tokens_by_rank(shards["full"].clean, shards["full"].canvas)
         layers["linear"] = gated_delta_plan(runs, config.linear_conv_kernel_dim, device, parts)
-    return TokenPass(num_clean, len(positions) - num_clean, layers, split, routed)
+    return TokenPass(num_clean, len(positions) - num_clean, layers, split, routed, token_draws)
+
+
+def _token_draws(draws: np.ndarray, split: SequenceSplit, device: torch.device) -> TokenDraws:
+    every = torch.from_numpy(np.pad(draws, (0, -len(draws) % split.size))).to(device)
+    return TokenDraws(every, every.chunk(split.size)[split.rank] if len(every) else every)
 
 
 def layer_frequencies(config: ModelConfig, kind: str, device: torch.device) -> Tensor:

@@ -49,6 +49,7 @@ class PipelineCase:
     distributed_optimizer: bool = False
     linear: bool = False
     mtp: int = 0
+    dropout: bool = False
 
     @property
     def topology(self) -> Topology:
@@ -101,7 +102,8 @@ def make_inputs(case: PipelineCase, plan: BatchPlan, rank: int, number: int, con
     microbatch = plan.microbatches[rank][number]
     tokens = [toy_tokens(e.index, e.fit.prompt + e.fit.response) for e in microbatch.examples]
     streams = build_streams(
-        microbatch, tokens, objective, plan.denominators, vocab_size=config.vocab_size, fill_token=config.fill_token_id)
+        microbatch, tokens, objective, plan.denominators, vocab_size=config.vocab_size, fill_token=config.fill_token_id,
+        dropout=case.dropout)
     return microbatch_inputs(
         streams, config, dtype=torch.float64, split=SequenceSplit.of(context), context_split=ContextSplit.of(
             context, ParallelConfig(context_parallel_size=context.cp.size), objective),

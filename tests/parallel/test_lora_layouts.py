@@ -1,5 +1,5 @@
 """Adapters over ranks against one process (float64): losses, gradients of A and B, the norm."""
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -61,7 +61,7 @@ def one_process(case: PipelineCase, plan, lora: LoRAConfig):
 def compare(rank: int, case: PipelineCase, targets: tuple[str, ...]) -> Found:
     """One step against one process."""
     context, plan = create_context(case.topology, rank=rank, device=CPU, sequence_parallel=case.sequence_parallel), make_plan(case)
-    lora = LoRAConfig(lora_rank=3, lora_alpha=6.0, lora_targets=targets)
+    lora = LoRAConfig(lora_rank=3, lora_alpha=6.0, lora_targets=targets, lora_dropout=0.3 * case.dropout)
     whole, loss, expected = one_process(case, plan, lora)
     layout = None
     if context.pp.size > 1:
@@ -102,12 +102,14 @@ CASES = {
     "pp2 vpp2, full recompute": PipelineCase(sizes(world=2, pp=2), "E|t|t|tL", coins=("A100",), recompute=frozenset({"block"})),
     "tp2 sp, pp2": PipelineCase(sizes(world=4, tp=2, pp=2), "Et|ttL", coins=("A1",), sequence_parallel=True),
 }
-QUICK = ("tp2 sp", "ep2 etp2", "pp2, embedding alone first")
+for name in ("tp2", "tp2 sp, recompute", "ep2", "cp2", "pp2 vpp2, full recompute"):
+    CASES[f"{name}, dropout"] = replace(CASES[name], dropout=True)
+QUICK = ("tp2 sp", "ep2 etp2", "pp2, embedding alone first", "tp2 sp, recompute, dropout")
 
 
 @pytest.mark.parametrize("case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in CASES])
 def test_layout(world, case):
-    targets = ("experts", "mlp", "attention") if "alone" in case else ALL
+    targets = ("attention", "mlp") if CASES[case].dropout else ("experts", "mlp", "attention") if "alone" in case else ALL
     results = world.run(compare, CASES[case], targets, size=CASES[case].topology.world)
     for rank, found in enumerate(results):
         assert found.difference <= TOLERANCE and found.loss <= TOLERANCE and found.norm <= TOLERANCE, f"rank {rank}: {found}"

@@ -129,6 +129,7 @@ CASES: list[tuple[str, dict, int, str]] = [
     ("adapters_go_somewhere", LORA | {"lora_targets": ()}, 1, "nothing is named that adapters are put beside; set --lora-targets"),
     ("adapters_go_somewhere", LORA | {"lora_targets": ("mlp", "mlp")}, 1, "a target is named twice; set --lora-targets mlp"),
     ("adapted_parts_run", LORA | {"lora_targets": ("mlp", "self_conditioning"), "self_conditioning_prob": 0.0}, 1, "is never run"),
+    ("dropout_has_a_place", LORA | {"lora_targets": ("mlp", "experts"), "lora_dropout": 0.1}, 1, "what reaches experts has no dropout"),
     ("adapters_without_mtp", LORA | {"mtp_num_layers": 1}, 1, "leave out --mtp-num-layers or --lora-rank"),
     ("adapters_without_moving_bias", LORA | {"moe_router_enable_expert_bias": True}, 1, "a model that stays as it is"),
     ("temperature_falls", {"t_min": 0.9}, 1, "the temperature cannot rise over the steps; set --t-min to at most 0.8"),

@@ -35,7 +35,7 @@ def load_for_inference(path: str | Path, device: torch.device, dtype: torch.dtyp
         base = open_base(found)
         load_tensors(model, base, found.state.base["path"])
         add_adapters(model, run.lora, UNSET)
-        model.requires_grad_(False)
+        model.requires_grad_(False).eval()
     found.check_all_held((name for name, _ in named_tensors(model)), kinds=(MODEL,))
     load_tensors(model, found, str(found.path), wanted=is_adapter if found.state.base else every_tensor)
     return model, build_tokenizer(run.data, run.model.eos_token_id)

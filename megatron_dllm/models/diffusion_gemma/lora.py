@@ -34,7 +34,7 @@ def add_adapters(model: DiffusionGemma, config: LoRAConfig, init: Init) -> None:
     ValueError for a target of which a whole model has no layer.
     """
     freeze(model, model.dtype)
-    common = LowRank(config.lora_rank, config.lora_alpha, init, model.context, model.dtype)
+    common = LowRank(config.lora_rank, config.lora_alpha, init, model.context, model.dtype, config.lora_dropout)
     linear = tuple(f"layers.{layer}.attention." for layer in model.config.linear_layers)
     for target in config.lora_targets:
         found = [(name, module) for name, module in model.named_modules()

@@ -85,7 +85,7 @@ def adapter_settings(lora: LoRAConfig, base: str) -> dict:
         "peft_type": "LORA", "task_type": None, "base_model_name_or_path": base or None, "r": lora.lora_rank,
         # PEFT wants a whole number where it is one.
         "lora_alpha": int(lora.lora_alpha) if lora.lora_alpha == int(lora.lora_alpha) else lora.lora_alpha,
-        "lora_dropout": 0.0, "bias": "none", "use_rslora": False, "fan_in_fan_out": False, "inference_mode": True,
+        "lora_dropout": lora.lora_dropout, "bias": "none", "use_rslora": False, "fan_in_fan_out": False, "inference_mode": True,
         "target_modules": modules or [],
         "target_parameters": [name for target in lora.lora_targets for name in PARAMETERS.get(target, ())] or None}
 
