@@ -66,7 +66,7 @@ COURSE_ARGS=(
   --lr-wsd-decay-iters 4000
 )
 if [ "$SCALE" = toy ]; then
-  toy_data text
+  generate_data text
   MODEL_ARGS=("${TOY_MODEL_ARGS[@]}" --vocab-size 264)
   DATA_ARGS=(--data-path "$DATA" --seq-length 96)
   PARALLEL_ARGS+=(--expert-model-parallel-size 2)

@@ -72,13 +72,19 @@ TOY_COURSE_ARGS=(
   --lr-warmup-iters 5
   --log-interval 1
 )
-toy_data() {  # toy_data chat|text: sets DATA to generated data, made once
-  if [ -z "${DATA:-}" ]; then
-    DATA=$SAVE/data/$1
-    if [ "$1" = chat ]; then DATA=$DATA.jsonl; fi
-    if [ -n "$DRY_RUN" ] || [ "${LAUNCH:-}" = rank ]; then return; fi
-    "$PYTHON" "$root/examples/diffusion_gemma/toy_data.py" "$1" "$DATA"
+generate_data() {  # generate_data chat|text|passkey ARGUMENTS...: sets DATA to generated data, made once, where it is not given
+  local kind=$1
+  shift
+  if [ -n "${DATA:-}" ]; then return; fi
+  DATA=$SAVE/data/$kind
+  if [ "$kind" != text ]; then DATA=$DATA.jsonl; fi
+  # Of several ranks that srun has started the first makes it, and the others wait for the file.
+  if [ -n "$DRY_RUN" ] || [ -e "$DATA" ] || [ -e "$DATA.bin" ]; then return; fi
+  if [ "${LAUNCH:-}" = rank ] && [ "${SLURM_PROCID:-0}" != 0 ]; then
+    until [ -e "$DATA" ] || [ -e "$DATA.idx" ]; do sleep 1; done
+    return
   fi
+  "$PYTHON" "$root/examples/diffusion_gemma/synthetic_data.py" "$kind" "$DATA" "$@"
 }
 
 flag_lines() {  # the words, a flag and its values on a line

@@ -71,7 +71,7 @@ COURSE_ARGS=(
   --lr-warmup-iters 500
 )
 if [ "$SCALE" = toy ]; then
-  toy_data chat
+  generate_data chat
   MODEL_ARGS=(
     "${TOY_MODEL_ARGS[@]}"
     --num-layers 3

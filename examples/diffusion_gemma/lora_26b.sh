@@ -52,7 +52,7 @@ COURSE_ARGS=(
   --lr-warmup-fraction 0.03
 )
 if [ "$SCALE" = toy ]; then
-  toy_data chat
+  generate_data chat
   MODEL_ARGS=("${TOY_MODEL_ARGS[@]}")
   DATA_ARGS=(--data-path "$DATA" --seq-length 96 --packing)
 fi

@@ -50,7 +50,7 @@ COURSE_ARGS=(
   --lr-warmup-iters 100
 )
 if [ "$SCALE" = toy ]; then
-  toy_data text
+  generate_data text
   MODEL_ARGS=("${TOY_MODEL_ARGS[@]}" --vocab-size 264)
   DATA_ARGS=(--data-path "$DATA" --seq-length 96)
 fi

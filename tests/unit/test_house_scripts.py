@@ -13,7 +13,7 @@ SCRIPTS = [path.relative_to(ROOT) for path in SCRIPTS if path.suffix == ".sh" or
 # Bash features newer than 3.2, which is what macOS has, and commands that macOS lacks or that take other options there.
 NEWER = re.compile(
     r"declare -[gAn]|local -n|\bmapfile\b|\breadarray\b|\|&|&>>|\$\{\w+(,,|\^\^|@)|\bcoproc\b|\bwait -n\b|;&|\[ -v |\[\[ -v "
-    r"|\breadlink -f\b|(?<![.\w])realpath\b|(?<!--)\bnproc\b|\btimeout \d|\bsed -i\b|\bdate -d\b|\bgrep -P\b|\bmd5sum\b|\bfree -|\bseq \d+ -"
+    r"|\breadlink -f\b|(?<![.\w])realpath\b|(?<!-)\bnproc\b|\btimeout \d|\bsed -i\b|\bdate -d\b|\bgrep -P\b|\bmd5sum\b|\bfree -|\bseq \d+ -"
 )
 
 

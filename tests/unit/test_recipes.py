@@ -1,4 +1,4 @@
-"""Every recipe of examples/, those to come too: its flags work at both scales, and its numbers are held as docs/design.md section 6 says."""
+"""Every recipe of examples/, those to come too: its flags work at both scales; its numbers are held as docs/design.md section 6 says."""
 
 import dataclasses
 import os
@@ -147,3 +147,15 @@ def test_slurm_launcher_leaves_a_failed_run_and_refuses_to_run_outside_a_job(tmp
     (failed,) = slurm_job(tmp_path, ("failed", 5))
     assert failed.returncode == 1 and "not put back" in failed.stderr and not (tmp_path / "requeued").exists()
     assert "this is no Slurm job" in start(Path("examples/launch/slurm.sh"), "a.sh").stderr
+
+
+def test_passkeys_stand_in_their_texts_at_places_that_move():
+    sys.path.insert(0, str(ROOT / "examples" / "diffusion_gemma"))
+    try:
+        from synthetic_data import passkey
+    finally:
+        sys.path.pop(0)
+    texts = [passkey(index, 2000) for index in range(20)]
+    places = [text.index(f"The pass key is {key}. ") for text, key in texts]
+    assert all(1700 < len(text) < 2100 and text.endswith("What is the pass key?") for text, _ in texts)
+    assert len(set(places)) == len({key for _, key in texts}) == 20 and max(places) - min(places) > 1500
