@@ -39,6 +39,7 @@ RENAMED = {
     "--moe-intermediate-size": "--moe-ffn-hidden-size",
     "--top-k-experts": "--moe-router-topk",
     "--moe-enable-deepep": "--moe-token-dispatcher-type",
+    "--moe-received-token-capacity": "--moe-max-tokens-per-rank",
     "--sliding-window": "--window-size",
     "--rope-theta": "--rotary-base",
     "--block-size": "--canvas-length",
