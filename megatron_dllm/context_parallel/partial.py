@@ -1,5 +1,5 @@
-"""Attention to some of a query's keys, and the merge of such partial results: softmax(q k^T) v, scale 1; kernels in 16 bit on CUDA
-devices, elsewhere plain torch, a block of queries at a time.
+"""Attention to some of a query's keys, and the merge of such partial results: softmax(q k^T) v, scale 1; kernels where they
+take it (`takes_attention`), elsewhere plain torch, a block of queries at a time.
 
     lse = log sum_j exp(q . k_j),  out = sum_j exp(q . k_j - lse) v_j                                    over the keys j at hand
     merged: lse = log(exp(lse_1) + exp(lse_2)),  out = exp(lse_1 - lse) out_1 + exp(lse_2 - lse) out_2
@@ -18,8 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels.attention_tiles import AttentionTiles, attention_tiles, takes_heads
-from ..kernels.launch import takes
+from ..kernels.attention_tiles import AttentionTiles, attention_tiles, takes_attention
 from ..transformer.precision import accumulation_dtype, at_least_fp32
 from ..transformer.visibility import CLEAN, Visibility
 
@@ -103,7 +102,7 @@ class Partial:
 
 def partial_attention(query: Tensor, key: Tensor, value: Tensor, plan: PartialPlan) -> Partial:
     """query [Q, h, d], key and value [K, g, d]. No gradient is recorded: see `partial_gradients`."""
-    if takes(query, key, value) and takes_heads(query.shape[2], query.dtype):
+    if takes_attention(query, key, value):
         from ..kernels import attention as kernel  # Triton is there with CUDA alone
 
         return Partial(*kernel.attention_forward(query, key, value, plan.tiles, dtype=torch.float32))
@@ -131,7 +130,7 @@ class Gradients:
 
 def partial_gradients(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, lse: Tensor, delta: Tensor, plan: PartialPlan) -> Gradients:
     """What these keys give and get: `grad` [Q, h, d] of the merged out, `lse` [Q, h] merged, `delta` [Q, h] = grad . out."""
-    if takes(query, key, value) and takes_heads(query.shape[2], query.dtype):
+    if takes_attention(query, key, value):
         from ..kernels import attention as kernel
 
         grad = grad.to(query.dtype)

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .launch import next_power_of_2
+from .launch import has_large_shared_memory, next_power_of_2, takes
 
 TILE = 128
 # The backward holds the probabilities of so many tiles at once: with 16 heads in 16 bits, two times 320 MiB. Those of 4096 causal tokens
@@ -71,10 +71,14 @@ class AttentionTiles:
         return max(len(chunk.pairs) for chunk in self.chunks)
 
 
-def takes_heads(head_dim: int, dtype: torch.dtype) -> bool:
-    """Whether the kernels are meant for heads of a dimension: a power of two from 16 to 512, in 16 bit (fp32 works, slowly)."""
+def takes_attention(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether the kernels are meant for these: 16 bit, a head dimension that is a power of two from 16 to 512, a device with their memory.
+
+    (fp32 works, without the matrix units.)
+    """
+    head_dim = query.shape[-1]
     fits = LEAST_HEAD_DIM <= head_dim <= LARGEST_HEAD_DIM and head_dim == next_power_of_2(head_dim)
-    return fits and dtype in (torch.bfloat16, torch.float16)
+    return fits and takes(query, key, value) and query.dtype != torch.float32 and has_large_shared_memory(query.device)
 
 
 def attention_tiles(bounds: np.ndarray, num_keys: int, device: torch.device, *, tile: int = TILE,

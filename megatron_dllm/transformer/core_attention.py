@@ -1,7 +1,7 @@
 """softmax(q k^T) v over flat tokens, scale 1: a dense oracle and two ways that hold no mask of size sequence x sequence.
 
-    kernels/attention    16 bit on CUDA: tiles from the three integers a query, the same few launches for any batch
-    work groups          everywhere else (a CPU, fp32, float64, odd head dimensions): SDPA on pieces of equal shape
+    kernels/attention    16 bit on sm_90 and sm_100: tiles from the three integers a query, the same few launches for any batch
+    work groups          elsewhere (`takes_attention`): SDPA on pieces of equal shape
 
 Legend: Q queries, K keys [clean ; canvas], h query heads, g key and value heads (h a multiple of g), d head dimension.
 """
@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..kernels.attention_tiles import AttentionTiles, attention_tiles, takes_heads
-from ..kernels.launch import takes
+from ..kernels.attention_tiles import AttentionTiles, attention_tiles, takes_attention
 from .attention_work import WorkGroup, work_list
 from .precision import at_least_fp32
 from .rows import Rows, take_distinct
@@ -102,7 +101,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> Te
         return query
     if plan.keys is not None:
         key, value = plan.keys.take(key), plan.keys.take(value)
-    if takes(query, key, value) and takes_heads(query.shape[2], query.dtype):
+    if takes_attention(query, key, value):
         from ..kernels.attention import attention  # Triton is there with CUDA alone
 
         return attention(query, key, value, plan.tiles)
