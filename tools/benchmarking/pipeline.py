@@ -4,8 +4,9 @@
 
 The released model's widths (toy: the toy's, on a CPU over gloo too) in bf16, from random weights, half of the examples self-conditioned by
 a draw. PP2 and PP2/VPP2 take optimizer steps of the 6-layer model, and forward and backward of the 12-layer one; losses and gradient norms
-must lie as near to one process as twice bf16's own distance, that of one process in bf16 to the same in fp32 on the same weights. Bubble:
-the share of both ranks' time that no compute step fills, measured, and as the schedule has it when messages take no time.
+must lie as near to one process as twice bf16's own distance: that of the same steps in one process in fp32, or in bf16 with a step's
+microbatches the other way round. Bubble: the share of both ranks' time that no compute step fills, measured, and as the schedule has it
+when messages take no time.
 """
 from __future__ import annotations
 
@@ -144,8 +145,8 @@ def cases(suite: Suite, layers: int, *, mhc: bool, plain: dict[str, float]) -> I
     """The figures and lines of one model; `plain` keeps the times without mHC for the one with."""
     config, name = suite.config(layers, mhc=mhc), f"{layers} layers, {'mHC 4' if mhc else 'plain'}"
     steps = STEPS if layers == min(LAYOUTS) else 0
-    own = own_distance(suite, config, batches=2 if steps else 1)
-    reference = from_rank_0(suite, lambda: one_process(suite, config, steps))
+    reference = from_rank_0(suite, lambda: one_process(suite, config, torch.bfloat16, steps, timed=TIMED))
+    own = own_distance(suite, config, steps, reference)
     yield f"{name}, one process: {describe(reference)}{mhc_adds(plain, f'{layers} one', reference, mhc=mhc)}"
     for where, text in LAYOUTS[layers].items():
         layout = parse_layout(text, ranks=2, layers=layer_letters(config.layer_types))
@@ -155,6 +156,15 @@ def cases(suite: Suite, layers: int, *, mhc: bool, plain: dict[str, float]) -> I
             far = [relative(a, b) for a, b in zip(ours, theirs, strict=True)]
             yield Figure(f"{name}, {where}: {what} of {len(ours)} steps against one process", max(far), FACTOR * limit,
                          f"in the first {far[0]:.2g}; bf16's own distance {limit:.2g}")
+
+
+def own_distance(suite: Suite, config: ModelConfig, steps: int, reference: Outcome) -> tuple[float, float]:
+    """How far one process in bf16 is from itself in fp32, and from itself with a step's microbatches the other way round: the largest
+    relative distance of losses, and of gradient norms."""
+    others = [from_rank_0(suite, lambda: one_process(suite, config, torch.float32, steps)),
+              from_rank_0(suite, lambda: one_process(suite, config, torch.bfloat16, steps, backwards=True))]
+    return (max(relative(a, b) for other in others for a, b in zip(reference.losses, other.losses, strict=True)),
+            max(relative(a, b) for other in others for a, b in zip(reference.norms, other.norms, strict=True)))
 
 
 def relative(a: float, b: float) -> float:
@@ -175,24 +185,6 @@ def mhc_adds(plain: dict[str, float], key: str, outcome: Outcome, *, mhc: bool) 
         plain[key] = outcome.passes
         return ""
     return f"; mHC adds {100 * (outcome.passes / plain[key] - 1):.1f} %"
-
-
-def own_distance(suite: Suite, config: ModelConfig, batches: int) -> tuple[float, float]:
-    """How far bf16 is from fp32 in one process: of loss and of gradient norm the largest relative distance over some batches."""
-    low, high = (from_rank_0(suite, lambda dtype=dtype: first_passes(suite, config, dtype, batches))
-                 for dtype in (torch.bfloat16, torch.float32))
-    return max(map(relative, low.losses, high.losses)), max(map(relative, low.norms, high.norms))
-
-
-def first_passes(suite: Suite, config: ModelConfig, dtype: torch.dtype, batches: int) -> Outcome:
-    """Losses and gradient norms of the first batches, all at the initial weights."""
-    model = built(suite, config, dtype, suite.alone)
-    gradients, losses, norms = Gradients(model, suite.alone), [], []
-    for step in range(batches):
-        losses.append(forward_backward(model, gradients, suite.inputs(config, step, suite.alone)).total.item())
-        norms.append(gradients.grad_norm().item())
-        gradients.drop_gradients()
-    return Outcome(losses, norms)
 
 
 class Gradients:
@@ -249,10 +241,10 @@ def built(suite: Suite, config: ModelConfig, dtype: torch.dtype, context: Parall
     return model
 
 
-def one_process(suite: Suite, config: ModelConfig, steps: int) -> Outcome:
-    """Optimizer steps and their time; without steps one forward and backward."""
-    model = built(suite, config, torch.bfloat16, suite.alone)
-    return taken(suite, model, holder(model, steps), None, steps)
+def one_process(suite: Suite, config: ModelConfig, dtype: torch.dtype, steps: int, *, timed: int = 0, backwards: bool = False) -> Outcome:
+    """Optimizer steps and their time; without steps one forward and backward. `backwards`: the last microbatch first."""
+    model = built(suite, config, dtype, suite.alone)
+    return taken(suite, model, holder(model, steps), None, steps, timed=timed, backwards=backwards)
 
 
 def holder(model: DiffusionGemma, steps: int) -> MasterOptimizer | Gradients:
@@ -265,7 +257,7 @@ def pipelined(suite: Suite, config: ModelConfig, layout: StageLayout, steps: int
     model = built(suite, config, torch.bfloat16, suite.world, layout)
     pipeline = ModelPipeline(model, layout, ParallelConfig(pipeline_model_parallel_size=2))
     gradients = holder(model, steps)
-    outcome = taken(suite, model, gradients, pipeline, steps)
+    outcome = taken(suite, model, gradients, pipeline, steps, timed=TIMED)
     bubble = bubbles(suite, pipeline, gradients, suite.inputs(config, 0, suite.world)) if steps else ""
     del model, pipeline, gradients
     release(suite)
@@ -273,16 +265,16 @@ def pipelined(suite: Suite, config: ModelConfig, layout: StageLayout, steps: int
 
 
 def taken(suite: Suite, model: DiffusionGemma, gradients: MasterOptimizer | Gradients, pipeline: ModelPipeline | None,
-          steps: int) -> Outcome:
-    """`steps` optimizer steps, then timed ones; for 0 steps, one forward and backward."""
-    config, context = model.config, model.context
+          steps: int, *, timed: int, backwards: bool = False) -> Outcome:
+    """`steps` optimizer steps, then so many timed ones; for 0 steps, one forward and backward."""
+    config, context, order = model.config, model.context, -1 if backwards else 1
     if steps == 0:
-        terms = forward_backward(model, gradients, suite.inputs(config, 0, context), pipeline)
+        terms = forward_backward(model, gradients, suite.inputs(config, 0, context)[::order], pipeline)
         return Outcome([terms.total.item()], [gradients.grad_norm().item()])
-    results = [train_step(model, gradients, suite.inputs(config, step, context), LEARNING_RATE, pipeline=pipeline)
+    results = [train_step(model, gradients, suite.inputs(config, step, context)[::order], LEARNING_RATE, pipeline=pipeline)
                for step in range(steps)]
-    inputs, whole, passes = suite.inputs(config, 0, context), [], []
-    for _ in range(TIMED):
+    inputs, whole, passes = suite.inputs(config, 0, context), [0.0] * (not timed), [0.0] * (not timed)
+    for _ in range(timed):
         whole.append(seconds(context, lambda: train_step(model, gradients, inputs, LEARNING_RATE, pipeline=pipeline)))
         passes.append(seconds(context, lambda: forward_backward(model, gradients, inputs, pipeline)))
         gradients.drop_gradients()
