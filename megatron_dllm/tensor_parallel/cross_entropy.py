@@ -13,8 +13,8 @@ from megatron_dllm.parallel import communication
 from megatron_dllm.parallel.collectives import sum_grad_over
 from megatron_dllm.parallel.context import Group
 
-from .shared_gradient import SharedWeight
-from .vocabulary import VocabularyRange, add_product_, at_least_fp32, check_tokens, product, token_chunks
+from .shared_gradient import GradientSum, SharedWeight
+from .vocabulary import VocabularyRange, at_least_fp32, check_tokens, product, token_chunks
 
 
 @dataclass(frozen=True)
@@ -175,9 +175,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         per_token = hidden.new_empty(hidden.shape[0], dtype=dtype)
         correct = hidden.new_empty(hidden.shape[0], dtype=torch.bool)
         dhidden = torch.zeros_like(hidden) if wants_hidden else None
-        dweight = None
-        if wants_weight:
-            dweight = torch.zeros_like(weight, dtype=dtype) if gradient is None else gradient.room(weight)
+        weight_sum = GradientSum() if gradient is None else gradient
         score = _score_by_kernel if takes(hidden, weight) else _score_in_torch
         gradient_dtype = weight.dtype if wants_hidden or wants_weight else None
         for part in token_chunks(hidden.shape[0], weight, head.chunk_bytes):
@@ -190,8 +188,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if wants_hidden:
                 torch.mm(grad, own_rows, out=dhidden[part])
             if wants_weight:
-                add_product_(dweight[: head.own.size], grad.t(), hidden[part])
-        ctx.save_for_backward(dhidden, dweight if gradient is None else None)
+                weight_sum.add_product(weight, grad.t(), hidden[part])
+        ctx.save_for_backward(dhidden, weight_sum.room(weight) if wants_weight and gradient is None else None)
         ctx.dtype, ctx.gradient = weight.dtype, gradient if wants_weight else None
         ctx.mark_non_differentiable(per_token, correct)
         return (per_token * token_weights).sum(), per_token, correct

@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .vocabulary import add_product_, product
+
 
 @dataclass
 class GradientSum:
@@ -28,6 +30,13 @@ class GradientSum:
         if self.total is None:
             self.total = torch.zeros_like(like, dtype=torch.promote_types(like.dtype, torch.float32))
         return self.total
+
+    def add_product(self, like: Tensor, a: Tensor, b: Tensor) -> None:
+        """Add a @ b to the first rows."""
+        if self.total is None and len(a) == len(like):
+            self.total = product(a, b)  # instead of zeros that would be written and read
+        else:
+            add_product_(self.room(like)[:len(a)], a, b)
 
     def set_scale(self, scale: Tensor) -> None:
         """Note a loss's gradient; a second one that differs stops the process (on a GPU without waiting for the answer)."""

@@ -12,8 +12,8 @@ from megatron_dllm.kernels.launch import takes
 from megatron_dllm.parallel import communication
 from megatron_dllm.parallel.context import Group
 
-from .shared_gradient import SharedWeight
-from .vocabulary import VocabularyRange, add_product_, at_least_fp32, capped_logits, product, token_chunks
+from .shared_gradient import GradientSum, SharedWeight
+from .vocabulary import VocabularyRange, at_least_fp32, capped_logits, product, token_chunks
 
 
 def soft_embedding(
@@ -125,16 +125,14 @@ class _SoftEmbedding(torch.autograd.Function):
         head = ctx.head
         own_rows, steps = weight[: head.own.size], _steps(hidden, weight)
         dresult, gradient = dresult * head.scale, ctx.gradient
-        if gradient is None:
-            dweight = torch.zeros_like(weight, dtype=at_least_fp32(weight))
-        else:
-            dweight, dresult = gradient.room(weight), gradient.unscaled(dresult)
+        total = GradientSum() if gradient is None else gradient
+        dresult = total.unscaled(dresult)
         for chunk in token_chunks(hidden.shape[0], weight, head.chunk_bytes):
             logits = steps.logits(hidden[chunk], own_rows, head.softcap)
             probabilities = steps.probabilities(logits, largest[chunk], factor[chunk], head.softcap, weight.dtype)
-            add_product_(dweight[: head.own.size], probabilities.t(), dresult[chunk])
+            total.add_product(weight, probabilities.t(), dresult[chunk])
         if gradient is None:
-            return None, dweight.to(weight.dtype), None, None, None
+            return None, total.room(weight).to(weight.dtype), None, None, None
         return None, None, None, dresult.new_zeros(0), None
 
 
