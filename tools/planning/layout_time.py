@@ -61,7 +61,8 @@ def tokens_with_gradient(run: RunConfig, rows: float, canvases: int) -> float:
 
 def operations(run: RunConfig, rows: int, canvases: int, conditioned: float | None = None) -> StepOperations:
     return step_operations(run.model, token_counts(run, rows, canvases=canvases, conditioned=conditioned),
-                           recompute=run.training.recompute_granularity, recompute_modules=run.training.recompute_modules)
+                           recompute=run.training.recompute_granularity, recompute_modules=run.training.recompute_modules,
+                           frozen=run.lora.lora_rank is not None)
 
 
 def compute_ms(flop: float, layers: float, microbatches: int, gpu: str, *, recompute: str | None) -> tuple[float, bool]:

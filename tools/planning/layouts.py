@@ -168,7 +168,7 @@ def _time(run: RunConfig, elements: memory.ModelElements, arguments: argparse.Na
           dp: int, edp: int) -> timing.StepTime:
     parallel, training = run.parallel, run.training
     pp = parallel.pipeline_model_parallel_size
-    counted = _operations(run.model, run.objective, run.data.seq_length, training.global_batch_size, arguments.canvases_per_row,
+    counted = _operations(run.model, run.objective, run.lora, run.data.seq_length, training.global_batch_size, arguments.canvases_per_row,
                           training.recompute_granularity, training.recompute_modules)
     # One layer more for each prediction depth; the head weighs as its operations, not as launches.
     layers = (run.model.num_layers + run.model.mtp_num_layers) / pp
@@ -190,8 +190,8 @@ def _time(run: RunConfig, elements: memory.ModelElements, arguments: argparse.Na
 @cache
 def _operations(*key) -> StepOperations:
     """timing.operations, made once for all layouts that share it."""
-    model, objective, seq_length, rows, canvases, recompute, modules = key
-    run = RunConfig(model=model, objective=objective, data=DataConfig(seq_length=seq_length),
+    model, objective, lora, seq_length, rows, canvases, recompute, modules = key
+    run = RunConfig(model=model, objective=objective, lora=lora, data=DataConfig(seq_length=seq_length),
                     training=TrainingConfig(recompute_granularity=recompute, recompute_modules=modules))
     return timing.operations(run, rows, canvases)
 
