@@ -87,18 +87,16 @@ class GraphedMicrobatches:
                  device: torch.device, limit: int, message: Callable[[str], None] = lambda text: None):
         self.run, self.note, self.recorder, self.device = run, note, recorder, device
         self.limit, self.message = limit, message
-        self._seen: set[Hashable] = set()
+        self._seen: set[int] = set()  # hashes: a long run meets more forms than memory should hold
         self._held: dict[Hashable, tuple[StaticInputs, Recording]] = {}
-        self._counts = GraphCounts()
+        self._counts, self._num_eager = GraphCounts(), 0
 
     def __call__(self, inputs: MicrobatchInputs) -> LossTerms:
         """The losses of a microbatch, whose gradients are added to the buckets' when the device gets there."""
         form = form_of(inputs)
         if form not in self._held:
-            if form not in self._seen or len(self._held) >= self.limit:
-                self._seen.add(form)
-                self._counts.eager += 1
-                return self._eager(inputs)
+            if len(self._held) >= self.limit or hash(form) not in self._seen:
+                return self._eager(form, inputs)
             self._record(form, inputs)
         static, recording = self._held[form]
         static.load(inputs)
@@ -108,7 +106,13 @@ class GraphedMicrobatches:
         self.note(result)
         return result.terms
 
-    def _eager(self, inputs: MicrobatchInputs) -> LossTerms:
+    def _eager(self, form: Hashable, inputs: MicrobatchInputs) -> LossTerms:
+        self._counts.eager, self._num_eager = self._counts.eager + 1, self._num_eager + 1
+        if len(self._held) < self.limit:
+            self._seen.add(hash(form))
+        if self._num_eager & (self._num_eager - 1) == 0:  # 1, 2, 4, 8, ...: often enough to be seen, never a flood
+            self.message(f"{self._num_eager} microbatches without a CUDA graph until now, {len(self._held)} graphs held (of at most "
+                         f"{self.limit}, --cuda-graph-limit): the first of each form, and those of forms beyond the limit")
         static = StaticInputs(inputs, self.device)
         static.load(inputs)
         result = self.recorder.warm_up(lambda: self.run(static.inputs))
