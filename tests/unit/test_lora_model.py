@@ -106,3 +106,9 @@ def test_a_target_that_matches_nothing_is_refused():
                                  linear_key_head_dim=8, linear_value_head_dim=8)
     with pytest.raises(ValueError, match="--lora-targets attention: the model has no such layers .*linear"):
         add_adapters(toy_model(config=linear), LoRAConfig(lora_rank=2), Initializer(3, 0.1))
+
+
+def test_weights_that_a_checkpoint_replaces_are_not_drawn():
+    run = parse(["--preset", "toy", "--lora-rank", "8", "--pretrained-checkpoint", "somewhere"])
+    model = build_model(run, ParallelContext.single())
+    assert model.embedding.weight.count_nonzero() == 0 and model.layers["0"].attention.q_proj.adapter.a.count_nonzero() > 0

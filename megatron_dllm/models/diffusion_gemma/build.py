@@ -21,11 +21,12 @@ UNSET = Constant(0.0)  # for weights that are loaded right after
 
 def build_model(run: RunConfig, context: ParallelContext, *, init: Init | None = None, dtype: torch.dtype | None = None) -> DiffusionGemma:
     """The model of a run, or this rank's part of it, with initial weights; frozen parts ask for no gradient and are held in the compute
-    dtype."""
+    dtype. With --pretrained-checkpoint, whose weights replace them, none are drawn but the adapters'."""
     part = model_layout(run).part(context.pp.rank) if context.pp.size > 1 else None
+    is_loaded = init is None and run.checkpoint.pretrained_checkpoint is not None
     init = init or Initializer(run.training.seed, run.model.init_method_std)
     model = DiffusionGemma(
-        run.model, context=context, init=init,
+        run.model, context=context, init=UNSET if is_loaded else init,
         dtype=dtype or (torch.bfloat16 if run.training.bf16 else torch.float32),
         recompute=Recompute.from_config(run.training, run.moe), moe=run.moe, part=part)
     if run.lora.lora_rank is not None:
