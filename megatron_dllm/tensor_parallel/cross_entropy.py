@@ -13,7 +13,7 @@ from megatron_dllm.parallel import communication
 from megatron_dllm.parallel.collectives import sum_grad_over
 from megatron_dllm.parallel.context import Group
 
-from .shared_gradient import GradientSum, SharedWeight
+from .shared_gradient import GradientSum, SharedWeight, scale_and_round
 from .vocabulary import VocabularyRange, at_least_fp32, check_tokens, product, token_chunks
 
 
@@ -201,8 +201,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if dhidden is not None:
             dhidden = dhidden * dloss
         if dweight is not None:
-            # One pass over a matrix of the vocabulary's size: scale and round.
-            dweight = torch.mul(dweight, dloss, out=torch.empty_like(dweight, dtype=ctx.dtype))
+            dweight = scale_and_round(dweight, dloss, ctx.dtype)
         dticket = None
         if ctx.gradient is not None:
             ctx.gradient.set_scale(dloss)

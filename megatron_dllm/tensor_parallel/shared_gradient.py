@@ -8,8 +8,11 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+
+from megatron_dllm.kernels.launch import takes
+from megatron_dllm.parallel import MainGradient
 
 from .vocabulary import add_product_, product
 
@@ -59,10 +62,16 @@ class SharedWeight:
     gradient: GradientSum = field(compare=False)
 
     @classmethod
-    def of(cls, weight: Tensor) -> SharedWeight:
-        """Without gradient where `weight` has none, or none is recorded."""
-        gradient = GradientSum()
-        return cls(weight.detach(), _Ticket.apply(weight, gradient), gradient)
+    def of(cls, weight: nn.Parameter, *, has_others: bool = False) -> SharedWeight:
+        """Without gradient where `weight` has none, or none is recorded.
+
+        The sum goes into the weight's fp32 buffer by itself if it has one (see MainGradient), but not if it `has_others`: uses in the same
+        backward that autograd gives a gradient of their own.
+        """
+        gradient, main = GradientSum(), None if has_others else weight.main_gradient
+        # A parameter that gets no gradient from autograd would all the same have its hooks called.
+        source = weight if main is None else weight.new_zeros(0).requires_grad_(weight.requires_grad)
+        return cls(weight.detach(), _Ticket.apply(source, gradient, main), gradient)
 
     @property
     def wants_gradient(self) -> bool:
@@ -76,8 +85,8 @@ class SharedWeight:
 
 class _Ticket(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, weight: Tensor, gradient: GradientSum) -> Tensor:
-        ctx.gradient, ctx.dtype = gradient, weight.dtype
+    def forward(ctx, weight: Tensor, gradient: GradientSum, main: MainGradient | None) -> Tensor:
+        ctx.gradient, ctx.dtype, ctx.main = gradient, weight.dtype, main
         return weight.new_zeros(0)
 
     @staticmethod
@@ -86,9 +95,31 @@ class _Ticket(torch.autograd.Function):
         total, scale = ctx.gradient.total, ctx.gradient.scale
         ctx.gradient.total = None
         if total is None or scale is None:
-            return None if total is None else total.to(ctx.dtype), None
-        # One pass over a matrix of the vocabulary's size: scale and round.
-        return torch.mul(total, scale, out=torch.empty_like(total, dtype=ctx.dtype)), None
+            return None if total is None else total.to(ctx.dtype), None, None
+        if ctx.main is None:
+            return scale_and_round(total, scale, ctx.dtype), None, None
+        add_scaled_(ctx.main.total, total, scale)
+        ctx.main.then()
+        return None, None, None
+
+
+def scale_and_round(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """x * scale in `dtype`, in one pass over a matrix of the vocabulary's size; scale []."""
+    if takes(x, scale) and x.dtype == scale.dtype == torch.float32:
+        from megatron_dllm.kernels import scale as kernel  # Triton is there with CUDA alone
+
+        return kernel.scaled(x, scale, dtype)
+    return torch.mul(x, scale, out=torch.empty_like(x, dtype=dtype))
+
+
+def add_scaled_(total: Tensor, x: Tensor, scale: Tensor) -> None:
+    """total += x * scale, likewise."""
+    if takes(total, x, scale) and total.dtype == x.dtype == scale.dtype == torch.float32:
+        from megatron_dllm.kernels import scale as kernel
+
+        kernel.add_scaled_(total, x, scale)
+    else:
+        total.addcmul_(x, scale)
 
 
 class _Rows(torch.autograd.Function):

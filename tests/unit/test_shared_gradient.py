@@ -4,6 +4,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron_dllm.data_parallel.buckets import GradientBuckets
 from megatron_dllm.parallel import ParallelContext
 from megatron_dllm.tensor_parallel import Initializer, SharedWeight, VocabularyParallelEmbedding, linear_cross_entropy, soft_embedding
 
@@ -50,6 +51,25 @@ def test_bf16_is_rounded_once():
     total_loss(layer, SharedWeight.of(layer.weight)).backward()
     ours, theirs = ((x.weight.grad - exact.weight.grad).norm() for x in (layer, plain))
     assert layer.weight.grad.dtype == torch.bfloat16 and ours < theirs
+
+
+def test_the_sum_goes_into_the_buffer():
+    exact, layer = embedding(), embedding(torch.bfloat16)
+    buckets = GradientBuckets([("embedding.weight", layer.weight)], CONTEXT)
+    with torch.no_grad():
+        exact.weight.copy_(layer.weight)
+    for number in (1, 2):
+        buckets.last_microbatch()
+        total_loss(exact, None, factor=0.5).backward()
+        total_loss(layer, SharedWeight.of(layer.weight), factor=0.5).backward()
+        assert buckets.buckets[0].missing == 0, "nobody was told of the gradient"
+        ours = buckets.buckets[0].gradients.view(V, H)
+        assert ours.dtype == torch.float32 and layer.weight.grad is None
+        error = (ours - exact.weight.grad).norm() / exact.weight.grad.norm()
+        assert error < 2e-2, f"after {number} backwards"
+    # Beside others it goes through autograd, which rounds it.
+    total_loss(layer, SharedWeight.of(layer.weight, has_others=True), factor=-1.0).backward()
+    assert ours.norm() < 2e-2 * exact.weight.grad.norm()
 
 
 def test_a_frozen_matrix_and_no_gradient_at_all():

@@ -171,7 +171,8 @@ class DiffusionGemma(nn.Module):
 
     def forward(self, inputs: MicrobatchInputs) -> LossTerms:
         """Both losses of a microbatch, already divided by the global denominators."""
-        shared = SharedWeight.of(self.embedding.weight)
+        # The uniform signal reads the embedding beside these.
+        shared = SharedWeight.of(self.embedding.weight, has_others=inputs.uniform_null)
         x, contexts = self.run_layers(self.enter(inputs, shared), inputs.first_pass)
         hidden = self.whole(x, inputs.first_pass)
         terms = self.first_terms(hidden, inputs, shared)

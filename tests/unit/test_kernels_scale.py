@@ -1,0 +1,21 @@
+"""kernels.scale: exactly what torch computes in two steps."""
+
+import pytest
+import torch
+
+from tests.unit.kernel_cases import DEVICES, draw, need_kernels
+
+
+@DEVICES
+@pytest.mark.parametrize("shape", [(1, 1), (3, 5000), (0, 4), (70, 64)], ids=str)
+def test_scaled_and_add_scaled(shape, device):
+    need_kernels(device)
+    from megatron_dllm.kernels.scale import add_scaled_, scaled
+
+    x, total = (draw(*shape, dtype=torch.float32, device=device, grad=False) * factor for factor in (1, 0.3))
+    scale = torch.tensor(-0.37, device=device)
+    for dtype in (torch.bfloat16, torch.float32):
+        assert torch.equal(scaled(x, scale, dtype), (x * scale).to(dtype))
+    want = total.double() + x.double() * scale.double()
+    add_scaled_(total, x, scale)
+    torch.testing.assert_close(total.double(), want, rtol=2e-7, atol=1e-7)
