@@ -3,6 +3,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_dllm.kernels.attention_reference import visible
 from megatron_dllm.transformer.core_attention import attend, attend_dense, attention_plan
 from megatron_dllm.transformer.visibility import CLEAN, Visibility
 from tests.unit.test_visibility import DOCUMENTS, layout
@@ -52,6 +53,16 @@ def test_a_key_order_moves_the_keys_only():
     moved = attend(query, key, value, attention_plan(visibility, None, CPU, order))
     logical = attend(query, key[order], value[order], attention_plan(visibility, None, CPU))
     assert torch.equal(moved, logical)
+
+
+@pytest.mark.parametrize("window", [None, 3, 70])
+@pytest.mark.parametrize("documents", DOCUMENTS.values(), ids=DOCUMENTS)
+def test_the_kernels_tiles_see_what_the_mask_shows(documents, window):
+    visibility = layout(documents, canvas_length=5)
+    plan = attention_plan(visibility, window, CPU)
+    dense = torch.from_numpy(visibility.windowed(window).dense())
+    assert torch.equal(visible(plan.tiles.bounds[:len(dense)], dense.shape[1]), dense) and not plan.tiles.bounds[len(dense):].any()
+    assert plan.keys is None
 
 
 @pytest.mark.gpu
