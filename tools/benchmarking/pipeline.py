@@ -4,9 +4,9 @@
 
 The released model's widths (toy: the toy's, on a CPU over gloo too) in bf16, from random weights, half of the examples self-conditioned by
 a draw. PP2 and PP2/VPP2 take optimizer steps of the 6-layer model, and forward and backward of the 12-layer one; losses and gradient norms
-must lie as near to one process as twice bf16's own distance: that of the first step in one process in fp32, or of all steps in
-bf16 with a step's microbatches the other way round. Bubble: the share of both ranks' time that no compute step fills, measured, and as the schedule has it
-when messages take no time.
+must lie as near to one process as twice bf16's own distance: that of the first step in one process in fp32, or of all steps in bf16 with a
+step's microbatches the other way round. Bubble: the share of both ranks' time that no compute step fills, measured, and as the schedule has
+it when messages take no time.
 """
 from __future__ import annotations
 
