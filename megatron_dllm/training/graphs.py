@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..diffusion.inputs import MicrobatchInputs
+from ..diffusion.inputs import MicrobatchInputs, to_device
 from ..diffusion.losses import LossTerms
 from ..diffusion.nested import form_of, map_tensors, tensors_of
 from ..kernels.graphs import CudaRecorder, Recorder, Recording
@@ -42,7 +42,7 @@ class StaticInputs:
         for tensor in sources:
             self.places.append(self.num_bytes)
             self.num_bytes += -(-tensor.numel() * tensor.itemsize // ALIGNMENT) * ALIGNMENT
-        self.buffer = torch.zeros(self.num_bytes, dtype=torch.uint8, device=device)
+        self.buffer = torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
         self.tensors = self._views(self.buffer, sources)
         remaining = iter(self.tensors)
         self.inputs: MicrobatchInputs = map_tensors(like, lambda _: next(remaining))
@@ -62,6 +62,18 @@ class StaticInputs:
         for target, tensor in zip(self._views(staging, sources), sources, strict=True):
             target.copy_(tensor)
         self.buffer.copy_(staging, non_blocking=True)
+
+
+def on_device(inputs: MicrobatchInputs, device: torch.device) -> MicrobatchInputs:
+    """`inputs` on the device; to a CUDA device they go in one copy from pinned memory, for which the host does not wait.
+
+    Copies from other memory would each wait for all the work that was given to the device before.
+    """
+    if device.type != "cuda" or all(tensor.device == device for tensor in tensors_of(inputs)):
+        return to_device(inputs, device)
+    static = StaticInputs(inputs, device)
+    static.load(inputs)
+    return static.inputs
 
 
 @dataclass
@@ -113,9 +125,8 @@ class GraphedMicrobatches:
         if self._num_eager & (self._num_eager - 1) == 0:  # 1, 2, 4, 8, ...: often enough to be seen, never a flood
             self.message(f"{self._num_eager} microbatches without a CUDA graph until now, {len(self._held)} graphs held (of at most "
                          f"{self.limit}, --cuda-graph-limit): the first of each form, and those of forms beyond the limit")
-        static = StaticInputs(inputs, self.device)
-        static.load(inputs)
-        result = self.recorder.warm_up(lambda: self.run(static.inputs))
+        there = on_device(inputs, self.device)
+        result = self.recorder.warm_up(lambda: self.run(there))
         self.note(result)
         return result.terms
 

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 import torch
 
-from ..diffusion.inputs import MTP_GROUP, NOISE_BINS, MicrobatchInputs, to_device
+from ..diffusion.inputs import MTP_GROUP, NOISE_BINS, MicrobatchInputs
 from ..diffusion.losses import LossTerms
 from ..models.diffusion_gemma.model import DiffusionGemma
 from ..models.diffusion_gemma.stages import ModelPipeline
 from ..moe.replay import ReplayReport
 from ..parallel import Group, communication
-from .graphs import GraphedMicrobatches
+from .graphs import GraphedMicrobatches, on_device
 from .logging import noise_level_name
 from .optimizer import MasterOptimizer
 
@@ -86,7 +86,7 @@ def forward_backward(model: DiffusionGemma, optimizer: MasterOptimizer, microbat
 def _one_after_the_other(model: DiffusionGemma, optimizer: MasterOptimizer, microbatches: Sequence[MicrobatchInputs]) -> LossTerms:
     total = None
     for number, inputs in enumerate(microbatches):
-        terms = model(to_device(inputs, model.context.device))
+        terms = model(on_device(inputs, model.context.device))
         if number == len(microbatches) - 1:
             optimizer.buckets.last_microbatch()
         terms.total.backward()

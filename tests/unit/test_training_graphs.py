@@ -20,6 +20,7 @@ from megatron_dllm.training.graphs import (
     _note,
     forward_backward_of,
     graphed,
+    on_device,
 )
 from megatron_dllm.training.optimizer import MasterOptimizer
 from megatron_dllm.training.step import train_step
@@ -161,6 +162,18 @@ def test_static_inputs_take_over_every_tensor():
         static.load(source)
         assert all(torch.equal(a, b) for a, b in zip(tensors_of(static.inputs), tensors_of(source), strict=True))
     assert addresses == [tensor.data_ptr() for tensor in tensors_of(static.inputs)]
+
+
+@pytest.mark.gpu
+def test_inputs_go_to_the_device_in_one_copy():
+    inputs, device = one_form(1)[0], torch.device("cuda", 0)
+    there = on_device(inputs, device)
+    assert form_of(there) == form_of(inputs)
+    tensors = tensors_of(there)
+    assert all(tensor.device == device for tensor in tensors)
+    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(tensors, tensors_of(inputs), strict=True))
+    assert on_device(there, device).clean.tokens is there.clean.tokens
 
 
 def test_without_cuda_graphs_are_refused():
