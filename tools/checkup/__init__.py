@@ -1,0 +1,1 @@
+"""What tools/doctor.py looks at, and its report."""

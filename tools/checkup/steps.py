@@ -1,0 +1,105 @@
+"""Trials of what is around the layers: the sampler's reading of logits, the optimizer's backends, CUDA graphs."""
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from megatron_dllm.config import OptimizerConfig
+from megatron_dllm.diffusion import sampler
+from megatron_dllm.kernels.graphs import CudaRecorder
+from megatron_dllm.training.algorithms import BACKENDS, PACKAGES
+
+from .layers import NO_CUDA
+from .trials import TOLERANCES, Trial, compared, numbers, relative
+
+
+def trials(device: torch.device) -> Iterator[Trial]:
+    """All of them."""
+    yield from sampler_trials(device)
+    for backend in BACKENDS:
+        package = PACKAGES.get(backend)
+        absent = None
+        if package is not None and importlib.util.find_spec(package.partition(".")[0]) is None:
+            absent = f"{package.partition('.')[0]} is not installed"
+        yield Trial("AdamW, 3 steps", backend, partial(adamw, backend, device), absent, optional=package is not None)
+    yield Trial("CUDA graphs", "recorded, replayed", partial(graph, device), None if device.type == "cuda" else NO_CUDA)
+
+
+def sampler_trials(device: torch.device) -> Iterator[Trial]:
+    """Tempered logits, entropy, argmax, and the sample: a uniform number in the middle of a probable token's quantiles."""
+    count, vocabulary, temperature = 6, 5000, 0.7
+    logits = 2 * numbers(count, vocabulary, device=device, dtype=torch.float32, grad=False)
+    probability = (logits.double() / temperature).softmax(-1)
+    chosen = probability.topk(3).indices[:, 2:]
+    uniforms = (probability.cumsum(-1).gather(1, chosen) - probability.gather(1, chosen) / 2)[:, 0].float()
+
+    def oracle(values: Tensor) -> tuple[Tensor, ...]:
+        tempered = values / temperature
+        probability = tempered.softmax(-1)
+        return tempered, chosen[:, 0], tempered.argmax(-1), -(probability * probability.log()).sum(-1)
+
+    def in_torch(values: Tensor) -> tuple[Tensor, ...]:
+        # On the CPU, where there are no kernels; float64 would take the same path.
+        reading = sampler.read_logits(values.cpu()[None], temperature, uniforms.cpu()[None], torch.float32)
+        return tuple(x[0].to(device) for x in (reading.logits, reading.sample, reading.argmax, reading.entropy))
+
+    def by_kernel() -> tuple[float, float]:
+        from megatron_dllm.kernels import sampling
+
+        return compared(lambda values: sampling.read_logits(values, temperature, uniforms, torch.float32), oracle, [logits])
+
+    def capped() -> tuple[float, float]:
+        from megatron_dllm.kernels import sampling
+
+        return compared(lambda values: sampling.soft_capped(values, 30.0), lambda values: 30 * torch.tanh(values / 30), [logits])
+
+    absent = None if device.type == "cuda" else NO_CUDA
+    yield Trial("sampler reads logits", "torch", lambda: compared(in_torch, oracle, [logits]))
+    yield Trial("sampler reads logits", "Triton kernel", by_kernel, absent)
+    yield Trial("soft cap of generation", "Triton kernel", capped, absent)
+
+
+def adamw(backend: str, device: torch.device) -> tuple[float, float]:
+    """Three steps from the same start, against the formulas in float64 (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2)."""
+    config = OptimizerConfig(optimizer_backend=backend, lr=0.1)
+    start = numbers(200, 3, device=device, dtype=torch.float32, grad=False)
+    gradients = [numbers(200, 3, device=device, dtype=torch.float32, seed=1 + n, grad=False) for n in range(3)]
+    master = start.clone().requires_grad_()
+    optimizer = BACKENDS[backend].make([{"params": [master], "weight_decay": 0.3}], config)
+    want, mean, square = start.double(), torch.zeros_like(start).double(), torch.zeros_like(start).double()
+    first, second = config.adam_beta1, config.adam_beta2
+    for number, gradient in enumerate(gradients, 1):
+        master.grad = gradient.clone()
+        optimizer.step()
+        wide = gradient.double()
+        mean, square = first * mean + (1 - first) * wide, second * square + (1 - second) * wide**2
+        size = (square / (1 - second**number)).sqrt() + config.adam_eps
+        want = want * (1 - config.lr * 0.3) - config.lr * mean / (1 - first**number) / size
+    return relative(master.detach(), want), TOLERANCES[torch.float32]
+
+
+def graph(device: torch.device) -> tuple[float, float]:
+    """Forward and backward recorded on some numbers and replayed on others, against float64."""
+    weight = numbers(32, 32, device=device, dtype=torch.float32)
+    static = torch.zeros(16, 32, device=device)
+
+    def step(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        loss = (x @ w).square().sum()
+        return loss.detach(), torch.autograd.grad(loss, w)[0]
+
+    recorder = CudaRecorder(device)
+    recorder.warm_up(lambda: step(static, weight))
+    recording = recorder.record(lambda: step(static, weight))
+    worst = 0.0
+    for seed in range(2):
+        static.copy_(numbers(16, 32, device=device, dtype=torch.float32, seed=seed, grad=False))
+        recording.replay()
+        want = step(static.double(), weight.detach().double().requires_grad_())
+        worst = max(worst, *(relative(a, b) for a, b in zip(recording.result, want, strict=True)))
+    return worst, TOLERANCES[torch.float32]
+
+
