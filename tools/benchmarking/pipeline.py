@@ -147,11 +147,11 @@ def cases(suite: Suite, layers: int, *, mhc: bool, plain: dict[str, float]) -> I
     steps = STEPS if layers == min(LAYOUTS) else 0
     reference = from_rank_0(suite, lambda: one_process(suite, config, torch.bfloat16, steps, timed=TIMED))
     own = own_distance(suite, config, steps, reference)
-    yield f"{name}, one process: {describe(reference)}{mhc_adds(plain, f'{layers} one', reference, mhc=mhc)}"
+    yield f"{name}, one process: {times_of(plain, f'{layers} one', reference, mhc=mhc)}{describe(reference)}"
     for where, text in LAYOUTS[layers].items():
         layout = parse_layout(text, ranks=2, layers=layer_letters(config.layer_types))
         found, bubble = pipelined(suite, config, layout, steps)
-        yield f"{name}, {where} ({text}): {describe(found)}{bubble}{mhc_adds(plain, f'{layers} {where}', found, mhc=mhc)}"
+        yield f"{name}, {where}: {times_of(plain, f'{layers} {where}', found, mhc=mhc)}{bubble}{describe(found)}, {text}"
         for what, ours, theirs, limit in (("loss", found.losses, reference.losses, own[0]), ("norm", found.norms, reference.norms, own[1])):
             far = [relative(a, b) for a, b in zip(ours, theirs, strict=True)]
             yield Figure(f"{name}, {where}: {what} of {len(ours)} steps against one process", max(far), FACTOR * limit,
@@ -173,18 +173,18 @@ def relative(a: float, b: float) -> float:
 
 def describe(outcome: Outcome) -> str:
     losses, norms = (" ".join(f"{value:.5f}" for value in values) for values in (outcome.losses, outcome.norms))
-    times = f"; step {outcome.step * 1e3:.0f} ms, forward and backward {outcome.passes * 1e3:.0f}" if outcome.step else ""
-    return f"losses {losses}, norms {norms}{times}"
+    return f"losses {losses}, norms {norms}"
 
 
-def mhc_adds(plain: dict[str, float], key: str, outcome: Outcome, *, mhc: bool) -> str:
-    """What mHC adds to forward and backward, beside the plain run of the same key; nothing where that was not timed."""
+def times_of(plain: dict[str, float], key: str, outcome: Outcome, *, mhc: bool) -> str:
+    """The times, and what mHC adds to forward and backward, beside the plain run of the same key; nothing where there was no timing."""
     if not outcome.passes:
         return ""
+    times = f"step {outcome.step * 1e3:.0f} ms, forward and backward {outcome.passes * 1e3:.0f}"
     if not mhc:
         plain[key] = outcome.passes
-        return ""
-    return f"; mHC adds {100 * (outcome.passes / plain[key] - 1):.1f} %"
+        return f"{times}; "
+    return f"{times}, mHC adds {100 * (outcome.passes / plain[key] - 1):.1f} %; "
 
 
 class Gradients:
@@ -320,5 +320,6 @@ def bubbles(suite: Suite, pipeline: ModelPipeline, gradients: MasterOptimizer | 
     dist.all_gather_object(found, (sum(duration for _, duration in taken), stage_times(schedule, rank, taken)))
     measured = 1 - sum(busy for busy, _ in found) / (whole * len(found))
     expected, makespan = expected_bubble(schedule, {key: value for _, times in found for key, value in times.items()})
-    return (f"; bubble {100 * measured:.1f} % of {whole * 1e3:.0f} ms, {100 * expected:.1f} % of {makespan * 1e3:.0f} ms by the schedule, "
-            f"{sum(microbatch.second_pass is not None for microbatch in inputs)} of {len(inputs)} microbatches twice")
+    twice = sum(microbatch.second_pass is not None for microbatch in inputs)
+    return (f"bubble {100 * measured:.1f} % of {whole * 1e3:.0f} ms, by the schedule {100 * expected:.1f} % of {makespan * 1e3:.0f} "
+            f"({twice} of {len(inputs)} microbatches twice); ")
