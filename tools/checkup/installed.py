@@ -93,7 +93,7 @@ def packages_section(device: torch.device) -> Section:
     for line in requirements([]):
         lacking = missing([line])
         rows.append(Row(MISSING if lacking else OK, (
-            _name(line), _version((_name(line),)), _range(line), "every run",
+            _name(line), _version((_name(line),)) or "none", _range(line), "every run",
             f"python -m pip install '{line}'" if lacking else "")))
     ranges = {_name(line): line for line in requirements(["fla", "flashinfer", "dev"])}
     with ThreadPoolExecutor(4) as executor:
@@ -110,8 +110,9 @@ def _optional_row(package: Package, problem: str | None, line: str, device: torc
     if problem is None and not (outside and found):
         verdict, command = OK, ""
     else:
-        verdict, command = (MISSING if needed else ABSENT if found in ("", "none") else FAILED), package.command
-    return Row(verdict, (package.distributions[0], found or "none", _range(line) or "any", package.use,
+        verdict, command = (FAILED if found else MISSING if needed else ABSENT), package.command
+    found = found or ("no version" if problem is None else "none")
+    return Row(verdict, (package.distributions[0], found, _range(line) or "any", package.use,
                          command + (f"  ({problem})" if problem and verdict == FAILED else "")))
 
 
@@ -124,12 +125,13 @@ def _range(line: str) -> str:
 
 
 def _version(distributions: Sequence[str]) -> str:
+    """The version of the first that is installed; empty for none."""
     for name in distributions:
         try:
             return importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return "none"
+    return ""
 
 
 def _import_problem(module: str) -> str | None:

@@ -1,0 +1,125 @@
+"""tools/doctor.py: a wrong implementation, a raising one and a broken part are told and end it with 1; paths stay out of the Markdown."""
+import functools
+import sys
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from megatron_dllm.moe import experts
+from tools import doctor
+from tools.checkup import installed, worlds
+from tools.checkup.choices import dispatcher_rows, refusal
+from tools.checkup.layers import trials
+from tools.checkup.report import ABSENT, FAILED, MISSING, NOTE, OK, Row, Section, as_markdown, as_text, verdict_line
+from tools.checkup.trials import Trial, compared, numbers, trials_section
+from tools.checkup.worlds import merged
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """The doctor without what starts processes."""
+    monkeypatch.setattr(installed, "_import_problem", lambda module: None if find_spec(module.partition(".")[0]) else "not here")
+    monkeypatch.setattr(worlds, "trials", lambda device: iter(()))
+
+
+def run(monkeypatch, capsys, *words):
+    monkeypatch.setattr(sys, "argv", ["doctor.py", "--device", "cpu", *words])
+    status = doctor.main()
+    return status, capsys.readouterr().out
+
+
+def verdicts(text, part):
+    return [line.split()[0] for line in text.splitlines() if f"  {part}  " in line]
+
+
+def test_a_sound_machine_gives_0(alone, monkeypatch, capsys, tmp_path):
+    status, text = run(monkeypatch, capsys, "--markdown", str(tmp_path / "table.md"))
+    assert status == 0, text
+    assert FAILED not in text and "AdamW, 3 steps" in text and "--cuda-graph-impl local" in text
+    written = (tmp_path / "table.md").read_text()
+    assert written.startswith("# tools/doctor.py on CPU\n") and "| experts | loop, float32 |" in written
+
+
+def test_a_wrong_implementation_gives_1(alone, monkeypatch, capsys):
+    right = experts.looped_linear
+    wrong = functools.wraps(right)(lambda rows, weight, counts: right(rows, weight, counts.flip(0)))
+    monkeypatch.setattr(experts, "looped_linear", wrong)
+    status, text = run(monkeypatch, capsys)
+    assert status == 1
+    assert verdicts(text, "experts")[:2] == [FAILED, OK], "the loop fails, the grouped product stays right"
+    assert text.splitlines()[-1].endswith("are wrong: experts (loop, float32)")
+
+
+def test_a_part_that_raises_gives_1(alone, monkeypatch, capsys):
+    def broken(device):
+        raise KeyError("planted")
+    monkeypatch.setattr(installed, "machine_section", broken)
+    status, text = run(monkeypatch, capsys)
+    assert status == 1 and "KeyError: 'planted'" in text and "== What flags take" in text, "the others are told all the same"
+
+
+def test_missing_requirements_end_it_with_their_commands(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "missing", lambda lines: ["torch>=2.11.0a0", "numpy>=1.26 (found 1.0)"])
+    status, text = run(monkeypatch, capsys)
+    assert status == 1 and "python -m pip install 'torch>=2.11.0a0'" in text and "numpy" not in text
+
+
+def test_a_requirement_outside_its_range_is_missing(monkeypatch):
+    monkeypatch.setattr(installed, "missing", lambda lines: [line for line in lines if line.startswith("numpy")])
+    monkeypatch.setattr(installed, "_import_problem", lambda module: None)
+    rows = {row.cells[0]: row for row in installed.packages_section(CPU).rows}
+    assert rows["numpy"].verdict == MISSING and rows["numpy"].cells[-1] == "python -m pip install 'numpy>=1.26'"
+    assert rows["torch"].verdict == OK
+
+
+@pytest.mark.parametrize("problem, found, device, verdict", [
+    (None, "3.6.0", "cpu", OK), ("No module named 'triton'", "", "cpu", ABSENT), ("No module named 'triton'", "", "cuda", MISSING),
+    ("ImportError: undefined symbol", "3.6.0", "cpu", FAILED)])  # fmt: skip
+def test_a_package_is_needed_by_what_uses_it(monkeypatch, problem, found, device, verdict):
+    monkeypatch.setattr(installed, "_version", lambda names: found)
+    row = installed._optional_row(installed.OPTIONAL[0], problem, "", torch.device(device))
+    assert row.verdict == verdict and (row.cells[-1] == "") == (problem is None)
+
+
+def test_trials_tell_errors_and_go_on():
+    def raising():
+        raise RuntimeError("first\nsecond")
+    x = numbers(3, device=CPU, dtype=torch.float32)
+    rows = trials_section("", [
+        Trial("a", "raises", raising), Trial("b", "off", lambda: compared(lambda x: x * 1.001, lambda x: x, [x])),
+        Trial("c", "no number", lambda: compared(lambda x: x / 0 * 0, lambda x: x, [x])),
+        Trial("d", "wrong gradient", lambda: compared(lambda x: x + x.detach(), lambda x: 2 * x, [x])),
+        Trial("e", "right", lambda: compared(lambda x: x + x, lambda x: 2 * x, [x])), Trial("f", "", raising, "no device"),
+        Trial("g", "", raising, "not installed", optional=True)], CPU).rows  # fmt: skip
+    assert [row.verdict for row in rows] == [FAILED] * 4 + [OK, NOTE, ABSENT]
+    assert rows[0].cells[-1] == "RuntimeError: first" and rows[2].cells[2] == "inf"
+
+
+def test_reports_count_faults_and_keep_paths_out_of_the_markdown():
+    rows = (Row(OK, ("a", "found")), Row(FAILED, ("b", "cannot open /home/someone/lib/part.so, see --flag a|b")), Row(NOTE, ("c", "")))
+    section = Section("Title", ("what", "found"), rows)
+    assert as_text([section]).splitlines()[:2] == ["== Title", "        what  found"]
+    assert "| FAILED | b | cannot open part.so, see --flag a\\|b |" in as_markdown("", [section], "")
+    assert verdict_line([section]) == "1 of 2 that are needed or could be tried are wrong: b"
+
+
+def test_the_worst_of_the_ranks_counts():
+    assert merged([{"a": (0.1, 1.0), "b": (0.0, 1.0)}, {"a": (0.2, 1.0), "b": "RuntimeError: x"}]) == {"a": (0.2, 1.0),
+                                                                                                      "b": "RuntimeError: x"}
+    assert merged([{"b": "said"}, {"b": (0.0, 1.0)}]) == {"b": "said"}
+
+
+def test_refusals_are_those_of_the_flags_alone():
+    assert refusal(CPU, ["--bf16"]) is None
+    assert "not available yet" in refusal(CPU, ["--gdn-kernel-backend", "fla"], ["--layer-types", "linear*5,full"])
+    from megatron_dllm.config import PRESETS
+    by_name = {row.cells[1].split()[1]: row.verdict for row in dispatcher_rows(PRESETS["toy"], CPU)}
+    assert by_name == {"allgather": "taken", "alltoall": "taken", "deepep": "refused", "hybridep": "refused"}
+
+
+def test_every_kernel_is_named_without_cuda():
+    tried = list(trials(CPU))
+    assert all(("Triton" in trial.implementation) == (trial.absent is not None) for trial in tried)
