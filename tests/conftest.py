@@ -13,6 +13,9 @@ import torch
 
 ALLOWED_SKIPS = Path(__file__).parent / "allowed_skips.txt"
 SLOW_TESTS = Path(__file__).parent / "slow_tests.txt"
+# Triton decides when it is imported whether kernels are interpreted, and several packages import it.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 torch.set_num_threads(1)  # before any test module makes its tensors: tests share few cores, and sums keep their order
 
 

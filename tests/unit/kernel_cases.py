@@ -3,16 +3,11 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import os
 from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from torch import Tensor
-
-# Triton decides when it is imported whether kernels are interpreted, so no test may import it before this module.
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
 
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
