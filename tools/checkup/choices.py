@@ -123,4 +123,4 @@ def refusal(device: torch.device, words: list[str], others: list[str] | None = N
     without = {str(problem) for problem in validate(run_of(device, others or []), world_size=world_size)}
     problems = [problem for problem in validate(run_of(device, [*(others or []), *words]), world_size=world_size)
                 if str(problem) not in without]
-    return ". ".join(f"{problem.why}; {problem.remedy}" for problem in problems) or None
+    return ". And ".join(f"{problem.why}; {problem.remedy}" for problem in problems) or None

@@ -60,7 +60,9 @@ def machine_section(device: torch.device) -> Section:
         properties = torch.cuda.get_device_properties(number)
         rows.append(Row(OK, (f"GPU {number}", f"{properties.name}, sm_{properties.major}{properties.minor}, "
                                               f"{properties.total_memory / 2**30:.0f} GiB, {properties.multi_processor_count} processors")))
-    if not count:
+    if count:
+        rows.append(Row(OK, ("NCCL", ".".join(map(str, torch.cuda.nccl.version())))))
+    else:
         rows.append(Row(NOTE, ("GPU", "torch sees none: what needs one is not tried")))
     if count > 1:
         apart = [f"{a}-{b}" for a in range(count) for b in range(count) if a != b and not torch.cuda.can_device_access_peer(a, b)]
@@ -84,7 +86,7 @@ def _nvlinks(count: int) -> str:
     if found.error:
         return f"torch cannot tell ({found.first_line})"
     pairs = {found.value[a][b] for a in range(count) for b in range(count) if a != b}
-    return f"{min(pairs)} to {max(pairs)} direct links a pair, as torch counts them (0: none, or by a switch)"
+    return f"{min(pairs)} to {max(pairs)} links a pair, as torch counts them"
 
 
 def packages_section(device: torch.device) -> Section:
