@@ -12,9 +12,6 @@ from torch import Tensor
 from megatron_dllm.kernels import reference
 from megatron_dllm.kernels.launch import has_large_shared_memory
 from megatron_dllm.moe import experts, permute, router
-from megatron_dllm.parallel import ParallelContext
-from megatron_dllm.tensor_parallel import cross_entropy
-from megatron_dllm.tensor_parallel.vocabulary import VocabularyRange
 from megatron_dllm.transformer import hyper_connection, norms, residual, rotary
 from megatron_dllm.transformer.activations import gated_gelu
 from megatron_dllm.transformer.core_attention import attend, attend_dense, attention_plan
@@ -38,7 +35,6 @@ def trials(device: torch.device) -> Iterator[Trial]:
     yield from row_trials(device)
     yield from expert_trials(device)
     yield from stream_trials(device)
-    yield from head_trials(device)
 
 
 def dtype_of(device: torch.device) -> torch.dtype:
@@ -242,44 +238,24 @@ def product_trials(device: torch.device, counts: Tensor, num_rows: int) -> Itera
 
 
 def stream_trials(device: torch.device) -> Iterator[Trial]:
-    """What mHC does to its streams; no autograd function of its own, so outputs alone."""
-    streams = 4
+    """mHC: what a part reads of four streams, and how its output, here y times what it read, is written to them."""
+    streams, rounds, on_cuda = 4, 20, device.type == "cuda"
+    outputs = streams**2 + 2 * streams
 
-    def plain(x: Tensor, y: Tensor, post: Tensor, res: Tensor) -> Tensor:
-        return (torch.einsum("tij,tjc->tic", res, x.unflatten(1, (streams, -1))) + post[:, :, None] * y[:, None]).flatten(1)
+    def chosen(x: Tensor, y: Tensor, *weights: Tensor) -> Tensor:
+        read, x, post, res = hyper_connection._Read.apply(x, *weights, streams, rounds, None)
+        return hyper_connection._Write.apply(x, y * read, post, res, None, None)
 
-    def kernel() -> Function:
-        from megatron_dllm.kernels import hyper_connection_streams
+    def oracle(x: Tensor, y: Tensor, *weights: Tensor) -> Tensor:
+        read, mapped = hyper_connection.read_in_torch(x, hyper_connection.Weights(*weights, streams, rounds))
+        mixed = torch.einsum("tij,tjc->tic", mapped.res, x.unflatten(1, (streams, -1)))
+        return (mixed + mapped.post[:, :, None] * (y * read)[:, None]).flatten(1)
 
-        return lambda x, y, post, res: hyper_connection_streams.merge(x, y, post, res, None)
+    def inputs() -> list[Tensor]:
+        low, wide = (partial(numbers, device=device, dtype=dtype) for dtype in (dtype_of(device), torch.float32))
+        weight = (numbers(outputs, streams * HIDDEN, device=device, dtype=torch.float32, grad=False) / 20).requires_grad_()
+        return [low(TOKENS, streams * HIDDEN), low(TOKENS, HIDDEN), weight, wide(3), wide(outputs)]
 
-    def inputs(dtype: torch.dtype) -> list[Tensor]:
-        fp32 = partial(numbers, device=device, dtype=torch.float32, grad=False)
-        return [fp32(TOKENS, streams * HIDDEN).to(dtype), fp32(TOKENS, HIDDEN).to(dtype), fp32(TOKENS, streams),
-                fp32(TOKENS, streams, streams)]
-
-    yield from pair("mHC: streams mixed", lambda x, y, post, res: hyper_connection.mixed_in_torch(x, y, post, res, None), kernel, plain,
-                    inputs, device)
-
-
-def head_trials(device: torch.device) -> Iterator[Trial]:
-    """Cross entropy of the output layer and its gradient at the logits."""
-    vocabulary = 5000
-    draw = torch.Generator().manual_seed(3)
-    targets = torch.randint(0, vocabulary, (TOKENS,), generator=draw).to(device)
-    weights = torch.rand(TOKENS, generator=draw).to(device)
-    head = cross_entropy._Head(30.0, ParallelContext.single(device).tp, VocabularyRange(0, vocabulary), 1 << 29)
-
-    def scored(score: Callable) -> Function:
-        def loss_and_gradient(product: Tensor) -> tuple[Tensor, Tensor]:
-            scores, gradient = score(cross_entropy._Chunk(product, targets, weights, None, None), head, torch.float32)
-            return scores.per_token, gradient
-        return loss_and_gradient
-
-    def oracle(product: Tensor) -> tuple[Tensor, Tensor]:
-        product = product.clone().requires_grad_()
-        loss = F.cross_entropy(30 * torch.tanh(product / 30), targets, reduction="none")
-        return loss.detach(), torch.autograd.grad((loss * weights).sum(), product)[0]
-
-    yield from pair("cross entropy", scored(cross_entropy._score_in_torch), lambda: scored(cross_entropy._score_by_kernel), oracle,
-                    lambda dtype: [10 * numbers(TOKENS, vocabulary, device=device, dtype=dtype, grad=False)], device, torch.float32)
+    yield Trial("mHC: streams read, written", "Triton kernels" if on_cuda else "torch", lambda: compared(chosen, oracle, inputs()))
+    if not on_cuda:
+        yield Trial("mHC: streams read, written", "Triton kernels", lambda: (0.0, 0.0), NO_CUDA)

@@ -1,24 +1,30 @@
-"""Trials of what is around the layers: the sampler's reading of logits, the optimizer's backends, CUDA graphs."""
+"""Trials of what is around the layers: the output layer's loss, the sampler's reading of logits, the optimizer's backends, CUDA graphs."""
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_dllm.config import OptimizerConfig
 from megatron_dllm.diffusion import sampler
 from megatron_dllm.kernels.graphs import CudaRecorder
+from megatron_dllm.parallel import ParallelContext
+from megatron_dllm.tensor_parallel import cross_entropy
+from megatron_dllm.tensor_parallel.soft_embedding import soft_embedding
+from megatron_dllm.tensor_parallel.vocabulary import VocabularyRange
 from megatron_dllm.training.algorithms import BACKENDS, PACKAGES
 
-from .layers import NO_CUDA
-from .trials import TOLERANCES, Trial, compared, numbers, relative
+from .layers import NO_CUDA, TOKENS, dtype_of, pair
+from .trials import TOLERANCES, Function, Trial, compared, numbers, relative
 
 
 def trials(device: torch.device) -> Iterator[Trial]:
     """All of them."""
+    yield from head_trials(device)
     yield from sampler_trials(device)
     for backend in BACKENDS:
         package = PACKAGES.get(backend)
@@ -61,6 +67,43 @@ def sampler_trials(device: torch.device) -> Iterator[Trial]:
     yield Trial("sampler reads logits", "torch", lambda: compared(in_torch, oracle, [logits]))
     yield Trial("sampler reads logits", "Triton kernel", by_kernel, absent)
     yield Trial("soft cap of generation", "Triton kernel", capped, absent)
+
+
+def head_trials(device: torch.device) -> Iterator[Trial]:
+    """Cross entropy of the output layer and its gradient at the logits; the embedding that its softmax expects."""
+    vocabulary = 5000
+    draw = torch.Generator().manual_seed(3)
+    targets = torch.randint(0, vocabulary, (TOKENS,), generator=draw).to(device)
+    weights = torch.rand(TOKENS, generator=draw).to(device)
+    head = cross_entropy._Head(30.0, ParallelContext.single(device).tp, VocabularyRange(0, vocabulary), 1 << 29)
+
+    def scored(score: Callable) -> Function:
+        def loss_and_gradient(product: Tensor) -> tuple[Tensor, Tensor]:
+            scores, gradient = score(cross_entropy._Chunk(product, targets, weights, None, None), head, torch.float32)
+            return scores.per_token, gradient
+        return loss_and_gradient
+
+    def oracle(product: Tensor) -> tuple[Tensor, Tensor]:
+        product = product.clone().requires_grad_()
+        loss = F.cross_entropy(30 * torch.tanh(product / 30), targets, reduction="none")
+        return loss.detach(), torch.autograd.grad((loss * weights).sum(), product)[0]
+
+    yield from pair("cross entropy", scored(cross_entropy._score_in_torch), lambda: scored(cross_entropy._score_by_kernel), oracle,
+                    lambda dtype: [10 * numbers(TOKENS, vocabulary, device=device, dtype=dtype, grad=False)], device, torch.float32)
+
+    context = ParallelContext.single(device)
+
+    def averaged(hidden: Tensor, weight: Tensor) -> Tensor:
+        return soft_embedding(hidden, weight, softcap=30.0, scale=1.0, tp=context.tp, vocab_size=vocabulary)
+
+    def by_softmax(hidden: Tensor, weight: Tensor) -> Tensor:
+        return (30 * torch.tanh(hidden @ weight.detach().T / 30)).softmax(-1) @ weight
+
+    def vectors() -> list[Tensor]:
+        dtype = dtype_of(device)
+        return [numbers(TOKENS, 64, device=device, dtype=dtype, grad=False) / 4, numbers(vocabulary, 64, device=device, dtype=dtype)]
+
+    yield Trial("soft embedding", "Triton kernels" if device.type == "cuda" else "torch", lambda: compared(averaged, by_softmax, vectors()))
 
 
 def adamw(backend: str, device: torch.device) -> tuple[float, float]:
