@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 def parts(device: torch.device) -> dict[str, Callable[[], Section]]:
     """What makes each section of the report, by its title."""
-    from tools.checkup import choices, installed, layers, steps, worlds
+    from tools.checkup import choices, installed, layers, steps, whole, worlds
     from tools.checkup.trials import trials_section
 
     return {
@@ -35,6 +35,7 @@ def parts(device: torch.device) -> dict[str, Callable[[], Section]]:
         "Packages": lambda: installed.packages_section(device),
         "What works: layers": lambda: trials_section("What works: layers", layers.trials(device), device),
         "What works: around them": lambda: trials_section("What works: around them", steps.trials(device), device),
+        "What works: a model": lambda: trials_section("What works: a model", whole.trials(device), device),
         "What works: two processes": lambda: trials_section("What works: two processes", worlds.trials(device), device),
         "What flags take": lambda: choices.choices_section(device),
     }

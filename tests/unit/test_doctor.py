@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from megatron_dllm.moe import experts
+from megatron_dllm.transformer import mlp
 from tools import doctor
-from tools.checkup import installed, worlds
+from tools.checkup import installed, whole, worlds
 from tools.checkup.choices import dispatcher_rows, refusal
 from tools.checkup.layers import trials
 from tools.checkup.report import ABSENT, FAILED, MISSING, NOTE, OK, Row, Section, as_markdown, as_text, verdict_line
@@ -123,3 +124,10 @@ def test_refusals_are_those_of_the_flags_alone():
 def test_every_kernel_is_named_without_cuda():
     tried = list(trials(CPU))
     assert all(("Triton" in trial.implementation) == (trial.absent is not None) for trial in tried)
+
+
+@pytest.mark.parametrize("factor, verdict", [(1.0, OK), (1.001, FAILED)])
+def test_the_whole_model_is_held_to_float64(monkeypatch, factor, verdict):
+    right = mlp.gated_gelu
+    monkeypatch.setattr(mlp, "gated_gelu", lambda x: right(x) * (factor if x.dtype == torch.float32 else 1))
+    assert [trial.row().verdict for trial in whole.trials(CPU)] == [verdict, verdict]
