@@ -10,8 +10,10 @@ be absent.
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,26 +21,31 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tools.missing_packages import missing, requirements  # noqa: E402
 
+NEEDED = {"torch", "numpy"}  # what every part imports
+
 if TYPE_CHECKING:
     import torch
 
     from tools.checkup.report import Section
 
 
-def parts(device: torch.device) -> dict[str, Callable[[], Section]]:
-    """What makes each section of the report, by its title."""
-    from tools.checkup import choices, installed, layers, steps, whole, worlds
+def trials(title: str, module: str, device: torch.device) -> Section:
+    """A section of what a module of tools.checkup tries."""
     from tools.checkup.trials import trials_section
 
-    return {
-        "This machine": lambda: installed.machine_section(device),
-        "Packages": lambda: installed.packages_section(device),
-        "What works: layers": lambda: trials_section("What works: layers", layers.trials(device), device),
-        "What works: around them": lambda: trials_section("What works: around them", steps.trials(device), device),
-        "What works: a model": lambda: trials_section("What works: a model", whole.trials(device), device),
-        "What works: two processes": lambda: trials_section("What works: two processes", worlds.trials(device), device),
-        "What flags take": lambda: choices.choices_section(device),
-    }
+    return trials_section(title, importlib.import_module(f"tools.checkup.{module}").trials(device), device)
+
+
+def parts(device: torch.device) -> dict[str, Callable[[], Section]]:
+    """What makes each section of the report, by its title. Imports are made within: one that fails is a failed section, no more."""
+    tried = {"layers": "layers", "around them": "steps", "a model": "whole", "two processes": "worlds"}
+
+    def of(module: str, function: str) -> Callable[[], Section]:
+        return lambda: getattr(importlib.import_module(f"tools.checkup.{module}"), function)(device)
+
+    return {"This machine": of("installed", "machine_section"), "Packages": of("installed", "packages_section"),
+            **{f"What works: {name}": partial(trials, f"What works: {name}", module, device) for name, module in tried.items()},
+            "What flags take": of("choices", "choices_section")}  # fmt: skip
 
 
 def main() -> int:
@@ -46,11 +53,11 @@ def main() -> int:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="what to look at; auto: CUDA where torch sees it")
     parser.add_argument("--markdown", metavar="FILE", type=Path, help="write the report to this file as well, without paths of the machine")
     arguments = parser.parse_args()
-    if absent := [line for line in missing(requirements([])) if "(found" not in line]:
-        print("\n".join(f"MISSING  {line}: python -m pip install '{line}'" for line in absent))
-        print("nothing else can be tried without these")
+    absent = {line.partition(">=")[0]: line for line in missing(requirements([])) if "(found" not in line}
+    if NEEDED & absent.keys():
+        print("\n".join(f"MISSING  {line}: python -m pip install '{line}'" for line in absent.values()))
+        print(f"nothing can be tried without {' and '.join(sorted(NEEDED))}")
         return 1
-    # Only now: without torch there is nothing to import.
     from megatron_dllm.parallel.initialize import choose_device
     from tools.checkup.report import FAILED, Row, Section, as_markdown, as_text, outcome_of, verdict_line
 

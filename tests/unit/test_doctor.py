@@ -2,6 +2,7 @@
 import functools
 import sys
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -63,9 +64,9 @@ def test_a_part_that_raises_gives_1(alone, monkeypatch, capsys):
 
 
 def test_missing_requirements_end_it_with_their_commands(monkeypatch, capsys):
-    monkeypatch.setattr(doctor, "missing", lambda lines: ["torch>=2.11.0a0", "numpy>=1.26 (found 1.0)"])
+    monkeypatch.setattr(doctor, "missing", lambda lines: ["torch>=2.11.0a0", "einops>=0.8", "pyyaml>=6 (found 5)"])
     status, text = run(monkeypatch, capsys)
-    assert status == 1 and "python -m pip install 'torch>=2.11.0a0'" in text and "numpy" not in text
+    assert status == 1 and "python -m pip install 'torch>=2.11.0a0'" in text and "einops" in text and "pyyaml" not in text
 
 
 def test_a_requirement_outside_its_range_is_missing(monkeypatch):
@@ -131,3 +132,26 @@ def test_the_whole_model_is_held_to_float64(monkeypatch, factor, verdict):
     right = mlp.gated_gelu
     monkeypatch.setattr(mlp, "gated_gelu", lambda x: right(x) * (factor if x.dtype == torch.float32 else 1))
     assert [trial.row().verdict for trial in whole.trials(CPU)] == [verdict, verdict]
+
+
+def test_gpus_are_told_with_how_they_reach_each_other(monkeypatch):
+    properties = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, total_memory=150 * 2**30, multi_processor_count=132)
+    fakes = {"is_available": lambda: True, "device_count": lambda: 2, "get_device_properties": lambda number: properties,
+             "can_device_access_peer": lambda a, b: a < b}  # fmt: skip
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    monkeypatch.setattr(torch._C._distributed_c10d, "_detect_dma_connectivity", lambda *of: SimpleNamespace(matrix=[[0, 18], [18, 0]]))
+    cells = dict(row.cells for row in installed.machine_section(torch.device("cuda")).rows)
+    assert cells["GPU 1"] == "NVIDIA H200, sm_90, 150 GiB, 132 processors" and cells["NCCL"] == "2.28.9"
+    assert cells["peer access"] == "not between 1-0" and cells["NVLink"] == "18 to 18 links a pair, as torch counts them"
+
+
+def test_a_lost_device_is_tried_no_further(monkeypatch):
+    def lost():
+        raise RuntimeError("an illegal memory access was encountered")
+    monkeypatch.setattr(torch.cuda, "synchronize", lost)
+    never = Trial("b", "kernel", lambda: pytest.fail("tried all the same"))
+    rows = trials_section("", [Trial("a", "kernel", lost), never, Trial("c", "", never.measure, "absent")], torch.device("cuda")).rows
+    assert [row.cells[-1] for row in rows] == ["RuntimeError: an illegal memory access was encountered",
+                                               "not tried: the device is lost since a, kernel", "absent"]
