@@ -39,8 +39,8 @@ OPTIONAL = (
              "bash tools/install_gpu.sh --te"),
     Package(("apex",), "apex.optimizers", "--optimizer-backend apex", "bash tools/install_gpu.sh --apex"),
     Package(("deep-ep", "deep_ep"), "deep_ep", "--moe-token-dispatcher-type deepep, hybridep", "bash tools/install_gpu.sh --deepep"),
-    Package(("flash-linear-attention",), "fla", "--gdn-kernel-backend fla", "bash tools/install_gpu.sh --fla"),
-    Package(("flashinfer-python",), "flashinfer", "generation", "bash tools/install_gpu.sh --flashinfer"),
+    Package(("flash-linear-attention",), "fla", "--gdn-kernel-backend fla (see below)", "bash tools/install_gpu.sh --fla"),
+    Package(("flashinfer-python",), "flashinfer", "nothing yet", "bash tools/install_gpu.sh --flashinfer"),
     Package(("peft",), "peft", "tests of exported adapters", "python -m pip install -e '.[dev]'"),
     Package(("pytest",), "pytest", "tests", "python -m pip install -e '.[dev]'"),
 )  # fmt: skip
