@@ -34,7 +34,8 @@ def problem(command: str) -> str | None:
         words = words[1:]
     script = next((n for n, word in enumerate(words) if word.endswith((".py", ".sh"))), None)
     if script is None:
-        return None if words[0] in ("source", "cd", "git", "pip", "tensorboard", "export") else f"{words[0]}: no command that the test knows"
+        known = ("source", "cd", "git", "pip", "tensorboard", "export")
+        return None if words[0] in known else f"{words[0]}: no command that the test knows"
     path, arguments = ROOT / words[script], words[script + 1 :]
     if path.parent.name in ("diffusion_gemma", "launch") and path.is_file():
         return _recipe_problem(words, script, variables)
