@@ -244,7 +244,11 @@ def built(suite: Suite, config: ModelConfig, dtype: torch.dtype, context: Parall
 def one_process(suite: Suite, config: ModelConfig, dtype: torch.dtype, steps: int, *, timed: int = 0, backwards: bool = False) -> Outcome:
     """Optimizer steps and their time; without steps one forward and backward. `backwards`: the last microbatch first."""
     model = built(suite, config, dtype, suite.alone)
-    return taken(suite, model, holder(model, steps), None, steps, timed=timed, backwards=backwards)
+    gradients = holder(model, steps)
+    try:
+        return taken(suite, model, gradients, None, steps, timed=timed, backwards=backwards)
+    finally:
+        gradients.buckets.release()  # or the model would stay beside the next
 
 
 def holder(model: DiffusionGemma, steps: int) -> MasterOptimizer | Gradients:
@@ -259,6 +263,7 @@ def pipelined(suite: Suite, config: ModelConfig, layout: StageLayout, steps: int
     gradients = holder(model, steps)
     outcome = taken(suite, model, gradients, pipeline, steps, timed=TIMED)
     bubble = bubbles(suite, pipeline, gradients, suite.inputs(config, 0, suite.world)) if steps else ""
+    gradients.buckets.release()
     del model, pipeline, gradients
     release(suite)
     return outcome, bubble
