@@ -12,7 +12,7 @@
 # Everything else goes to pytest: bash tests/run.sh --fast -k tokenizer -x
 set -euo pipefail
 
-unit=270 parallel=270 functional=240 verification=120
+unit=270 parallel=255 functional=290 verification=85
 marks="not full" slack=1 chosen=""
 arguments=()
 while [ $# -gt 0 ]; do
