@@ -72,13 +72,17 @@ class AttentionTiles:
 
 
 def takes_attention(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether the kernels are meant for these: 16 bit, a head dimension that is a power of two from 16 to 512, a device with their memory.
+    """Whether the kernels are meant for these (see `suits_attention`)."""
+    return takes(query, key, value) and suits_attention(query.shape[-1], query.dtype, query.device)
+
+
+def suits_attention(head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the kernels are meant for such: 16 bit, a head dimension that is a power of two from 16 to 512, a device with their memory.
 
     (fp32 works, without the matrix units.)
     """
-    head_dim = query.shape[-1]
     fits = LEAST_HEAD_DIM <= head_dim <= LARGEST_HEAD_DIM and head_dim == next_power_of_2(head_dim)
-    return fits and takes(query, key, value) and query.dtype != torch.float32 and has_large_shared_memory(query.device)
+    return fits and dtype in (torch.bfloat16, torch.float16) and has_large_shared_memory(device)
 
 
 def attention_tiles(bounds: np.ndarray, num_keys: int, device: torch.device, *, tile: int = TILE,

@@ -18,6 +18,7 @@ from ..diffusion.inputs import MicrobatchInputs, to_device
 from ..diffusion.losses import LossTerms
 from ..diffusion.nested import form_of, map_tensors, tensors_of
 from ..kernels.graphs import CudaRecorder, Recorder, Recording
+from ..kernels.launch import has_large_shared_memory
 from ..models.diffusion_gemma.model import DiffusionGemma
 from ..moe.balance import RoutingFigures
 
@@ -170,10 +171,13 @@ def forward_backward_of(model: DiffusionGemma) -> Callable[[MicrobatchInputs], M
 
 
 def graphed(model: DiffusionGemma, *, limit: int, message: Callable[[str], None]) -> GraphedMicrobatches:
-    """A model's microbatches by CUDA graphs. ValueError where there is no CUDA device."""
+    """A model's microbatches by CUDA graphs. ValueError where there is no CUDA device, or one on which attention waits for the host."""
     device = model.context.device
     if device.type != "cuda":
         raise ValueError(f"--cuda-graph-impl local records CUDA graphs, and the device is {device}; set --cuda-graph-impl none")
+    if not has_large_shared_memory(device):
+        raise ValueError("--cuda-graph-impl local: without the kernels for sm_90 and sm_100, attention is cut by the lengths of the batch, "
+                         "which the host reads; set --cuda-graph-impl none")
     return GraphedMicrobatches(forward_backward_of(model), lambda result: _note(model, result), CudaRecorder(device), device=device,
                                limit=limit, message=message)
 

@@ -24,10 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 from verification.table import Figure, print_figures
 
-from benchmarking.workload import FIRST_TOKEN, DeviceNormal, real_width, toy_width
+from benchmarking.workload import FIRST_TOKEN, DeviceNormal, Gradients, real_width, toy_width
 from megatron_dllm.config import ModelConfig, ObjectiveConfig, OptimizerConfig, ParallelConfig
-from megatron_dllm.data_parallel import GradientBuckets, finalize_gradients, gradient_norm
-from megatron_dllm.data_parallel.buckets import BUCKET_ELEMENTS
 from megatron_dllm.diffusion.batch_plan import RowRequest, fit_example, plan_batch
 from megatron_dllm.diffusion.inputs import MicrobatchInputs, microbatch_inputs
 from megatron_dllm.diffusion.random import DrawKey, Stream
@@ -185,23 +183,6 @@ def times_of(plain: dict[str, float], key: str, outcome: Outcome, *, mhc: bool) 
         plain[key] = outcome.passes
         return f"{times}; "
     return f"{times}, mHC adds {100 * (outcome.passes / plain[key] - 1):.1f} %; "
-
-
-class Gradients:
-    """What a MasterOptimizer has of gradients, without masters and moments: for models that these would not fit beside."""
-
-    def __init__(self, model: DiffusionGemma, context: ParallelContext):
-        trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-        self.buckets, self.context = GradientBuckets(trainable, context, sharded=False, bucket_elements=BUCKET_ELEMENTS), context
-
-    def finish_gradients(self) -> None:
-        finalize_gradients(self.buckets, self.context)
-
-    def grad_norm(self) -> Tensor:
-        return gradient_norm(self.buckets.pieces(), self.context.world)
-
-    def drop_gradients(self) -> None:
-        self.buckets.zero()
 
 
 def from_rank_0(suite: Suite, make) -> Outcome:

@@ -30,7 +30,6 @@ import torch.distributed as dist
 
 from megatron_dllm.config import ObjectiveConfig, ParallelConfig, RunConfig, TrainingConfig
 from megatron_dllm.data.order import Row as SourceRow
-from megatron_dllm.data_parallel import GradientBuckets, finalize_gradients
 from megatron_dllm.diffusion.inputs import to_device
 from megatron_dllm.diffusion.random import Stream
 from megatron_dllm.models.diffusion_gemma.build import build_model
@@ -42,7 +41,7 @@ from megatron_dllm.training.loop import barrier
 from megatron_dllm.training.step import forward_backward
 
 from .exposed import exposure, profile
-from .workload import FIRST_TOKEN, DeviceNormal, measure_ranks, real_width, toy_width
+from .workload import FIRST_TOKEN, DeviceNormal, Gradients, measure_ranks, real_width, toy_width
 
 SIX = ["sliding"] * 5 + ["full"]
 TIMEOUT_MINUTES = 2.0
@@ -128,17 +127,6 @@ class RandomRows:
 
     def rows_before(self, epoch: int) -> int:
         return epoch * len(self)
-
-
-@dataclass(frozen=True)
-class Gradients:
-    """What a step needs of an optimizer that is never stepped."""
-
-    buckets: GradientBuckets
-    context: ParallelContext
-
-    def finish_gradients(self) -> None:
-        finalize_gradients(self.buckets, self.context)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -260,7 +248,7 @@ def measure_case(case: Case, context: ParallelContext, arguments: argparse.Names
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     model = build_model(run, context, init=DeviceNormal(device))
-    gradients = Gradients(GradientBuckets(model.named_parameters(), context), context)
+    gradients = Gradients(model, context)
     rows = RandomRows(case.batch, run.data.seq_length, run.model.vocab_size)
     batch = BatchMaker(run, rows, rows, Stream.TRAIN, context).batch(range(case.batch), 0)
     inputs = tuple(to_device(microbatch, device) for microbatch in batch.microbatches())

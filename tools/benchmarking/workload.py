@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_dllm.config import PRESETS, ModelConfig, ObjectiveConfig
+from megatron_dllm.data_parallel import GradientBuckets, finalize_gradients, gradient_norm
 from megatron_dllm.diffusion.batch_plan import RowRequest, fit_example, plan_batch
 from megatron_dllm.diffusion.inputs import MicrobatchInputs, microbatch_inputs, to_device
 from megatron_dllm.diffusion.random import DrawKey, Stream
@@ -84,6 +85,26 @@ def synthetic(config: ModelConfig, batch: int, seq_length: int, device: torch.de
                             fill_token=config.fill_token_id)
     inputs = microbatch_inputs(streams, config, dtype=torch.float32, split=split)
     return Workload(batch, seq_length, streams, to_device(inputs, device))
+
+
+class Gradients:
+    """What a step needs of an optimizer that is never stepped: masters and moments need not fit."""
+
+    def __init__(self, model: nn.Module, context: ParallelContext):
+        trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+        self.buckets, self.context = GradientBuckets(trainable, context), context
+
+    def finish_gradients(self) -> None:
+        """As MasterOptimizer's."""
+        finalize_gradients(self.buckets, self.context)
+
+    def grad_norm(self) -> Tensor:
+        """As MasterOptimizer's."""
+        return gradient_norm(self.buckets.pieces(), self.context.world)
+
+    def drop_gradients(self) -> None:
+        """As MasterOptimizer's."""
+        self.buckets.zero()
 
 
 def release_memory(device: torch.device) -> None:

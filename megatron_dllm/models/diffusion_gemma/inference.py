@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...kernels.attention_tiles import suits_attention
 from ...kernels.graphs import CudaRecorder, Recorder, Recording
 from ...moe.experts import looped_linear
 from ...transformer.block import Context
@@ -27,11 +28,14 @@ class RecordedStep:
 
 
 def step_recorder(model: DiffusionGemma) -> CudaRecorder | None:
-    """What records the steps of a model; None where that cannot be: not on a CUDA device, on several ranks, or with experts one by one
-    (fp32), which read their counts on the host."""
-    context = model.context
-    waits = any(block.moe.experts.product is looped_linear for block in model.layers.values())
-    return CudaRecorder(context.device) if context.device.type == "cuda" and context.world.size == 1 and not waits else None
+    """What records the steps of a model; None where that cannot be: not on a CUDA device, on several ranks, or where a layer waits for the
+    host: experts one by one (fp32), attention without our kernels, linear layers."""
+    context, config = model.context, model.config
+    if context.device.type != "cuda" or context.world.size > 1 or "linear" in config.layer_types:
+        return None
+    by_kernels = all(suits_attention(config.head_dim(layer), model.dtype, context.device) for layer in range(config.num_layers))
+    waits = not by_kernels or any(block.moe.experts.product is looped_linear for block in model.layers.values())
+    return None if waits else CudaRecorder(context.device)
 
 
 class Session:
