@@ -1,12 +1,27 @@
-"""gelu(gate) * up over a fused tensor, its gradient fused the same way: nothing is split, nothing concatenated."""
+"""gelu(gate) * up over a fused tensor, its gradient fused the same way: nothing is split, nothing concatenated.
+
+Rows may be weighted: the value is then w * gelu(gate) * up, and w, one of each token's and choice's, gets a gradient.
+"""
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from .row_weights import RowWeights
+
 ROWS, COLUMNS = 8, 256  # 704 and 2112 columns fill 92 % of their tiles; a thread has 8 pairs
+
+
+class Gradients(NamedTuple):
+    """Of gate_up [N, 2, I] and of the weights [T, k]; the value [N, I] again. None: not asked for."""
+
+    gate_up: Tensor
+    value: Tensor | None
+    weights: Tensor | None
 
 
 @triton.jit
@@ -30,48 +45,69 @@ def _gelu(x):
 
 
 @triton.jit
-def _forward(gate_up, y, num_rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _forward(gate_up, y, weights, slot, num_rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     row, column, inside = _place(num_rows, WIDTH, ROWS, COLUMNS)
     gate = tl.load(gate_up + row * (2 * WIDTH) + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * (2 * WIDTH) + WIDTH + column, mask=inside, other=0.0).to(tl.float32)
     activated, _ = _gelu(gate)
-    tl.store(y + row * WIDTH + column, (activated * up).to(y.dtype.element_ty), mask=inside)
+    value = activated * up
+    if weights is not None:
+        value *= tl.load(weights + tl.load(slot + row, mask=row < num_rows, other=0), mask=row < num_rows, other=0.0)
+    tl.store(y + row * WIDTH + column, value.to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _backward(gate_up, dy, dgate_up, y, num_rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _backward(gate_up, dy, dgate_up, y, weights, slot, shares, num_rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """shares fp32 [T * k, tiles of a row]: what each tile adds to the gradient of its row's weight."""
     row, column, inside = _place(num_rows, WIDTH, ROWS, COLUMNS)
     at = row * (2 * WIDTH) + column
     gate = tl.load(gate_up + at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + at + WIDTH, mask=inside, other=0.0).to(tl.float32)
     grad = tl.load(dy + row * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
     activated, slope = _gelu(gate)
+    value = activated * up
+    if weights is not None:
+        TILES: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
+        place = tl.load(slot + row, mask=row < num_rows, other=0)
+        share = tl.sum(grad * value, 1)[:, None]
+        tl.store(shares + place * TILES + tl.program_id(0) % TILES, share, mask=row < num_rows)
+        weight = tl.load(weights + place, mask=row < num_rows, other=0.0)
+        grad *= weight
+        value *= weight
     tl.store(dgate_up + at, (grad * up * slope).to(dgate_up.dtype.element_ty), mask=inside)
     tl.store(dgate_up + at + WIDTH, (grad * activated).to(dgate_up.dtype.element_ty), mask=inside)
     if y is not None:
-        tl.store(y + row * WIDTH + column, (activated * up).to(y.dtype.element_ty), mask=inside)
+        tl.store(y + row * WIDTH + column, value.to(y.dtype.element_ty), mask=inside)
 
 
 def _programs(num_rows: int, width: int) -> tuple[int]:
     return (triton.cdiv(num_rows, ROWS) * triton.cdiv(width, COLUMNS),)
 
 
-def value(gate_up: Tensor) -> Tensor:
-    """gelu(gate) * up [N, I] from contiguous gate_up [N, 2, I]."""
+def value(gate_up: Tensor, weighted: RowWeights | None = None) -> Tensor:
+    """gelu(gate) * up [N, I] from contiguous gate_up [N, 2, I], weighted if asked for."""
     num_rows, _, width = gate_up.shape
     y = gate_up.new_empty(num_rows, width)
     if y.numel():
-        _forward[_programs(num_rows, width)](gate_up, y, num_rows, WIDTH=width, ROWS=ROWS, COLUMNS=COLUMNS)
+        _forward[_programs(num_rows, width)](gate_up, y, *_of(weighted), num_rows, WIDTH=width, ROWS=ROWS, COLUMNS=COLUMNS)
     return y
 
 
-def gradient(gate_up: Tensor, dy: Tensor, *, with_value: bool = False) -> tuple[Tensor, Tensor | None]:
-    """(gradient of gate_up [N, 2, I] for that of the value, dy [N, I]; the value again if asked for); contiguous."""
+def gradient(gate_up: Tensor, dy: Tensor, *, with_value: bool = False, weighted: RowWeights | None = None) -> Gradients:
+    """The gradients for that of the value, dy [N, I]; all contiguous. A weight that no row has gets none: the result has no number there
+    that means anything."""
     num_rows, _, width = gate_up.shape
-    dgate_up, y = torch.empty_like(gate_up), torch.empty_like(dy) if with_value else None
+    dgate_up, y, shares = torch.empty_like(gate_up), torch.empty_like(dy) if with_value else None, None
+    if weighted is not None:
+        shares = torch.empty(weighted.weights.numel(), triton.cdiv(width, COLUMNS), dtype=torch.float32, device=dy.device)
     if dy.numel():
-        _backward[_programs(num_rows, width)](gate_up, dy, dgate_up, y, num_rows, WIDTH=width, ROWS=ROWS, COLUMNS=COLUMNS)
-    return dgate_up, y
+        _backward[_programs(num_rows, width)](gate_up, dy, dgate_up, y, *_of(weighted), shares, num_rows, WIDTH=width, ROWS=ROWS,
+                                              COLUMNS=COLUMNS)
+    return Gradients(dgate_up, y, None if shares is None else shares.sum(1).view(weighted.weights.shape))
+
+
+def _of(weighted: RowWeights | None) -> tuple[Tensor | None, Tensor | None]:
+    return (None, None) if weighted is None else (weighted.weights, weighted.slot)
 
 
 class _GatedGelu(torch.autograd.Function):
@@ -84,8 +120,7 @@ class _GatedGelu(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy: Tensor):
         gate_up, = ctx.saved_tensors
-        dgate_up, _ = gradient(gate_up, dy.contiguous())
-        return dgate_up
+        return gradient(gate_up, dy.contiguous()).gate_up
 
 
 def gated_gelu(gate_up: Tensor) -> Tensor:

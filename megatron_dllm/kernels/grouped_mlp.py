@@ -2,9 +2,11 @@
 
 Legend: N rows, E experts, I expert width, H hidden; h = gate and up, a = gelu(gate) * up.
 
-    forward   h = x W_up^T;  a of h;  y = a W_down^T              x and h are kept, a is not
+    forward   h = x W_up^T;  a of h;  y = a W_down^T              h is kept, x for a W_up that is trained; a is not
     backward  da = dy W_down;  dh, and a again;  dx = dh W_up
               dW_down = dy^T a;  dW_up = dh^T x
+
+Rows may be weighted: y = w (a W_down^T) as (w a) W_down^T, so that w's gradient is that of w a times a, and y is not kept for it.
 
 The gelu-gate has passes of its own, since it made the products whose ends it was in longer than by such a pass (H200, 128 experts of
 2816 x 704, 32768 rows: h 0.446 ms for 0.399 and a pass of 0.036, da 0.457 for 0.223 and 0.072).
@@ -19,6 +21,7 @@ from torch import Tensor
 
 from . import gated_gelu
 from .grouped_gemm import OuterProducts, RowTiles, Tiling, add_weight_gradient, place_tiles, product, weight_gradient
+from .row_weights import RowWeights
 
 Sink = Callable[[OuterProducts], None]
 
@@ -39,29 +42,38 @@ class Deferred:
 class _GroupedMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows: Tensor, gate_up: Tensor, down: Tensor, counts: Tensor, up_ticket: Tensor | None, down_ticket: Tensor | None,
-                up_sink: Sink | None, down_sink: Sink | None) -> Tensor:
+                up_sink: Sink | None, down_sink: Sink | None, weights: Tensor | None, slot: Tensor | None) -> Tensor:
         tiles = place_tiles(counts, len(rows), ROWS_TILING.rows)
-        hidden = _to_hidden(rows, gate_up, tiles)
-        ctx.save_for_backward(rows, gate_up, down, hidden)
+        hidden, keeps_rows = _to_hidden(rows, gate_up, tiles), ctx.needs_input_grad[1] or up_sink is not None
+        ctx.save_for_backward(rows if keeps_rows else None, gate_up, down, hidden, weights, slot)
         ctx.tiles, ctx.sinks = tiles, (up_sink, down_sink)
-        return product(gated_gelu.value(hidden), down, tiles, ROWS_TILING)
+        return product(gated_gelu.value(hidden, _weighted(weights, slot)), down, tiles, ROWS_TILING)
 
     @staticmethod
     def backward(ctx, dy: Tensor):
-        rows, gate_up, down, hidden = ctx.saved_tensors
-        needs_rows, needs_up, needs_down, _, up_ticket, down_ticket, *_ = ctx.needs_input_grad
+        rows, gate_up, down, hidden, weights, slot = ctx.saved_tensors
+        needs_rows, needs_up, needs_down, _, up_ticket, down_ticket, _, _, needs_weights, _ = ctx.needs_input_grad
+        up_sink, down_sink = ctx.sinks
         dy = dy.contiguous() if dy.numel() else dy.new_zeros(dy.shape)  # an empty one counts as contiguous whatever its strides
         dactivated = product(dy, down, ctx.tiles, ROWS_TILING, transposed=True)
-        dhidden, activated = gated_gelu.gradient(hidden, dactivated, with_value=needs_down or down_ticket)
-        flat = dhidden.flatten(1)
+        grads = gated_gelu.gradient(hidden, dactivated, with_value=needs_down or down_sink is not None, weighted=_weighted(weights, slot))
+        flat = grads.gate_up.flatten(1)
         drows = product(flat, gate_up.flatten(1, 2), ctx.tiles, ROWS_TILING, transposed=True) if needs_rows else None
-        grads = []
-        for part, wanted, sink, weight in ((OuterProducts(flat, rows, ctx.tiles), needs_up, ctx.sinks[0], gate_up),
-                                           (OuterProducts(dy, activated, ctx.tiles), needs_down, ctx.sinks[1], down)):
-            if sink is not None:
-                sink(part)
-            grads.append(weight_gradient([part], WEIGHTS_TILING).view(weight.shape) if wanted else None)
-        return drows, *grads, None, *(dy.new_empty(0) if is_used else None for is_used in (up_ticket, down_ticket)), None, None
+        dup = _weight_gradient(lambda: OuterProducts(flat, rows, ctx.tiles), needs_up, up_sink, gate_up)
+        ddown = _weight_gradient(lambda: OuterProducts(dy, grads.value, ctx.tiles), needs_down, down_sink, down)
+        tickets = (dy.new_empty(0) if is_used else None for is_used in (up_ticket, down_ticket))
+        return drows, dup, ddown, None, *tickets, None, None, grads.weights if needs_weights else None, None
+
+
+def _weight_gradient(part: Callable[[], OuterProducts], wanted: bool, sink: Sink | None, weight: Tensor) -> Tensor | None:
+    """For autograd, if that wants it; the `sink` gets the part instead."""
+    if sink is not None:
+        sink(part())
+    return weight_gradient([part()], WEIGHTS_TILING).view(weight.shape) if wanted else None
+
+
+def _weighted(weights: Tensor | None, slot: Tensor | None) -> RowWeights | None:
+    return None if weights is None else RowWeights(weights, slot)
 
 
 def _to_hidden(rows: Tensor, gate_up: Tensor, tiles: RowTiles) -> Tensor:
@@ -70,7 +82,7 @@ def _to_hidden(rows: Tensor, gate_up: Tensor, tiles: RowTiles) -> Tensor:
 
 
 def grouped_mlp(rows: Tensor, gate_up: Tensor, down: Tensor, counts: Tensor, *, deferred_up: Deferred | None = None,
-                deferred_down: Deferred | None = None) -> Tensor:
+                deferred_down: Deferred | None = None, weighted: RowWeights | None = None) -> Tensor:
     """y [N, H] = (gelu(gate) * up) W_down^T of each row's expert, from rows [N, H] sorted by expert; bf16.
 
         gate_up  [E, 2, I, H]
@@ -78,15 +90,17 @@ def grouped_mlp(rows: Tensor, gate_up: Tensor, down: Tensor, counts: Tensor, *, 
         counts   int64 [E]; their sum may be less than N: the rows after are not read, and nothing is written for them, in y or in its
                  gradient (what is there is whatever was in that memory)
 
-    A weight with `deferred` gets no gradient from autograd. Sizes H and I are multiples of 8.
+    A weight with `deferred` gets no gradient from autograd. `weighted`: each row of y is multiplied by its weight; every row then belongs
+    to an expert, and every weight to a row. Sizes H and I are multiples of 8.
     """
     rows, counts = rows.contiguous(), counts.contiguous()
     inputs = rows, *(weight if way is None else weight.detach() for weight, way in ((gate_up, deferred_up), (down, deferred_down)))
     tickets, sinks = zip(*((None, None) if way is None else (way.ticket, way.sink) for way in (deferred_up, deferred_down)), strict=True)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*inputs, *tickets)):
-        return _GroupedMLP.apply(*inputs, counts, *tickets, *sinks)
+    weights, slot = (None, None) if weighted is None else (weighted.weights.contiguous(), weighted.slot)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*inputs, *tickets, weights)):
+        return _GroupedMLP.apply(*inputs, counts, *tickets, *sinks, weights, slot)
     tiles = place_tiles(counts, len(rows), ROWS_TILING.rows)
-    return product(gated_gelu.value(_to_hidden(rows, gate_up, tiles)), down, tiles, ROWS_TILING)
+    return product(gated_gelu.value(_to_hidden(rows, gate_up, tiles), _weighted(weights, slot)), down, tiles, ROWS_TILING)
 
 
 def sum_parts(parts: Sequence[OuterProducts]) -> Tensor:

@@ -84,6 +84,25 @@ class _Permute(torch.autograd.Function):
         return dx, None, None
 
 
+class _Sum(torch.autograd.Function):
+    """The way back of `_Permute`. Nothing is kept but the places."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, row: Tensor) -> Tensor:
+        ctx.save_for_backward(row)
+        ctx.num_rows = len(rows)
+        y = rows.new_empty(len(row), rows.shape[1])
+        _launch(_gather, row, rows.shape[1], rows.contiguous(), None, row, y, len(rows), HAS_WEIGHTS=False)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        row, = ctx.saved_tensors
+        drows = dy.new_empty(ctx.num_rows, dy.shape[1])
+        _launch(_spread, row, dy.shape[1], dy.contiguous(), row, drows, ctx.num_rows)
+        return drows, None
+
+
 class _Unpermute(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows: Tensor, weights: Tensor, row: Tensor) -> Tensor:
@@ -110,6 +129,6 @@ def permute(x: Tensor, row: Tensor, num_rows: int) -> Tensor:
     return _Permute.apply(x, row.contiguous(), num_rows)
 
 
-def unpermute(rows: Tensor, weights: Tensor, row: Tensor) -> Tensor:
-    """y [T, H] = sum over choices of weights[t, c] * rows[row[t, c]], summed in fp32; H at most WIDEST_ROW."""
-    return _Unpermute.apply(rows, weights, row.contiguous())
+def unpermute(rows: Tensor, weights: Tensor | None, row: Tensor) -> Tensor:
+    """y [T, H] = sum over choices of weights[t, c] * rows[row[t, c]], without weights the plain sum, in fp32; H at most WIDEST_ROW."""
+    return _Sum.apply(rows, row.contiguous()) if weights is None else _Unpermute.apply(rows, weights, row.contiguous())

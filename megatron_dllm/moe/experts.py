@@ -15,6 +15,7 @@ from torch.nn import Parameter
 
 from ..config import ModelConfig
 from ..kernels.launch import has_large_shared_memory
+from ..kernels.row_weights import RowWeights
 from ..parallel import ParallelContext, place
 from ..parallel.main_gradient import Kernels, SummedGradient
 from ..tensor_parallel.initialization import Init, make_parameter
@@ -64,18 +65,26 @@ class Experts(nn.Module):
         """Whether any parameter asks for a gradient: the weights, or adapters beside them."""
         return any(parameter.requires_grad for parameter in self.parameters())
 
-    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """[N, H] from rows [N, H], sorted by expert; counts int64 [E]. An expert without rows still gets a (zero) gradient.
+    @property
+    def takes_weights(self) -> bool:
+        """Whether `forward` takes the rows' weights: before the second product they cost nothing, and the rows' results need not be kept
+        for the weights' gradient."""
+        return self.backend == "grouped_mlp"
+
+    def forward(self, rows: Tensor, counts: Tensor, weighted: RowWeights | None = None) -> Tensor:
+        """[N, H] from rows [N, H], sorted by expert; counts int64 [E]; with weights (see `takes_weights`) times each row's own. An expert
+        without rows still gets a (zero) gradient.
 
         N may be more than the sum of counts: nothing is told of the results, or the gradients, of the rows that stand after.
         """
         if self.backend == "grouped_mlp":
-            return self._by_kernels(rows, counts)
+            return self._by_kernels(rows, counts, weighted)
+        assert weighted is None, f"{self.backend} takes no weights of rows"
         hidden = self.gate_up_adapter(self.product(rows, self.gate_up.flatten(1, 2), counts), rows, counts)
         activated = gated_gelu(hidden.unflatten(1, (2, -1)))
         return self.down_adapter(self.product(activated, self.down, counts), activated, counts)
 
-    def _by_kernels(self, rows: Tensor, counts: Tensor) -> Tensor:
+    def _by_kernels(self, rows: Tensor, counts: Tensor, weighted: RowWeights | None) -> Tensor:
         """The feed-forward by our kernels. All uses of a weight in a backward make one gradient, in its fp32 buffer where it has one."""
         from ..kernels import grouped_gemm, grouped_mlp  # Triton is there with CUDA alone
 
@@ -90,7 +99,8 @@ class Experts(nn.Module):
             return grouped_mlp.Deferred(summed.ticket(weight), partial(summed.put_off, kernels))
 
         return grouped_mlp.grouped_mlp(rows, self.gate_up, self.down, counts, deferred_up=deferred(self.gate_up, self.gate_up_gradient),
-                                       deferred_down=deferred(self.down, self.down_gradient))
+                                       deferred_down=deferred(self.down, self.down_gradient),
+                                       weighted=weighted)
 
 
 def choose_product(dtype: torch.dtype, hidden: int, inner: int, *, grouped: bool) -> ExpertProduct:

@@ -66,4 +66,5 @@ class MoELayer(nn.Module):
 
     def compute(self, trip: Trip) -> None:
         """The experts' work on what arrived, and begin to send it back."""
-        trip.combine(self.experts(*trip.after_dispatch()))
+        rows, counts = trip.after_dispatch()
+        trip.combine(self.experts(rows, counts, trip.take_weights() if self.experts.takes_weights else None))

@@ -86,6 +86,21 @@ class _Permute(torch.autograd.Function):
         return _taken(grad, row, ctx.is_partial).sum(1), None, None, None
 
 
+class _Sum(torch.autograd.Function):
+    """y[t] = sum over choices of rows[row[t, c]], in at least fp32; backward: drows[n] = dy[slot[n] // k]."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, slot: Tensor, row: Tensor, is_partial: bool) -> Tensor:
+        ctx.save_for_backward(slot, row)
+        wide = torch.promote_types(rows.dtype, torch.float32)
+        return _taken(rows, row, is_partial).sum(1, dtype=wide).to(rows.dtype)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        slot, row = ctx.saved_tensors
+        return _of_slots(grad, slot, row.shape[1]), None, None, None
+
+
 class _Unpermute(torch.autograd.Function):
     """y[t] = sum over choices of weights[t, c] * rows[row[t, c]], in the dtype of the weights, cast to the rows' dtype."""
 
@@ -149,10 +164,12 @@ def permute(x: Tensor, permutation: Permutation) -> Tensor:
     return _Permute.apply(x, permutation.slot, permutation.row, permutation.is_partial)
 
 
-def unpermute(rows: Tensor, weights: Tensor, permutation: Permutation) -> Tensor:
-    """[T, H]: each token's rows [N, H], weighted by `weights` [T, k] and summed."""
+def unpermute(rows: Tensor, weights: Tensor | None, permutation: Permutation) -> Tensor:
+    """[T, H]: each token's rows [N, H], weighted by `weights` [T, k] and summed; without weights they are only summed."""
     if takes(rows, weights) and rows.shape[1] <= WIDEST_ROW:
         from ..kernels import permute as kernel
 
         return kernel.unpermute(rows, weights, permutation.row)
+    if weights is None:
+        return _Sum.apply(rows, permutation.slot, permutation.row, permutation.is_partial)
     return _Unpermute.apply(rows, weights, permutation.slot, permutation.row, permutation.is_partial)

@@ -44,6 +44,24 @@ def test_gated_gelu_of_large_and_strided_inputs(device):
     assert all(torch.equal(a, b) for a, b in zip(whole, strided, strict=True))
 
 
+@DEVICES
+@pytest.mark.parametrize("num_rows, width", [(1, 704), (17, 257), (65, 3)])
+def test_weighted_rows(num_rows, width, device):
+    need_kernels(device)
+    from megatron_dllm.kernels import gated_gelu as kernel
+    from megatron_dllm.kernels.row_weights import RowWeights
+
+    (gate_up,), dy = arguments(num_rows, width, torch.bfloat16, device)
+    weights = draw(num_rows, 1, dtype=torch.float32, device=device)
+    slot = torch.randperm(num_rows, generator=torch.Generator().manual_seed(0)).to(device)
+    weighted = RowWeights(weights.detach(), slot)
+    exact = outputs_and_gradients(lambda x, w: reference.gated_gelu(x) * w[slot], [gate_up.double(), weights.double()], dy.double())
+    grads = kernel.gradient(gate_up.detach(), dy, with_value=True, weighted=weighted)
+    assert torch.equal(grads.value, kernel.value(gate_up.detach(), weighted))
+    for ours, want, bound in zip((grads.value, grads.gate_up, grads.weights), exact, (2**-8, 2**-8, 1e-5), strict=True):
+        assert ours.shape == want.shape and (ours - want).abs().max() <= bound * want.abs().max()
+
+
 def test_the_torch_path_equals_the_reference():
     inputs, dy = arguments(17, 30, torch.float64, "cpu")
     both = (outputs_and_gradients(function, inputs, dy) for function in (activations.gated_gelu, reference.gated_gelu))

@@ -46,6 +46,33 @@ def test_grouped_mlp(counts, device):
         assert torch.equal(grouped_mlp(*inputs), grouped_mlp(*inputs[:2], inputs[2].detach().requires_grad_(), inputs[3]))
 
 
+@DEVICES
+@CASES
+def test_grouped_mlp_of_weighted_rows(counts, device):
+    need_kernels(device)
+    from megatron_dllm.kernels.grouped_mlp import grouped_mlp
+    from megatron_dllm.kernels.row_weights import RowWeights
+
+    inputs, dy = arguments(counts, device)
+    weights = draw(sum(counts), 1, dtype=torch.float32, device=device)
+    slot = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0)).to(device)
+    check(lambda *x: grouped_mlp(*x[:4], weighted=RowWeights(x[4], slot)), lambda *x: reference.grouped_mlp(*x[:4]) * x[4][slot],
+          lambda *x: (plain(*x[:4]) * x[4][slot]).to(BF16), [*inputs, weights], dy)
+
+
+@DEVICES
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_what_is_kept_of_rows(is_trained, device):
+    need_kernels(device)
+    from megatron_dllm.kernels.grouped_mlp import grouped_mlp
+
+    (rows, *weights, counts), _ = arguments(COUNTS["odd"], device)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.shape) or x, lambda x: x):
+        grouped_mlp(rows, *(weight.requires_grad_(is_trained) for weight in weights), counts)
+    assert (rows.shape in kept) == is_trained, "rows are read again for a gradient of gate_up alone"
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("mean", [64, 256])
 def test_grouped_mlp_at_the_models_widths(mean):

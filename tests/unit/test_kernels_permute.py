@@ -68,6 +68,24 @@ def test_unpermute(num_tokens, choices, hidden, is_partial, dtype, device):
           lambda r, w: torch_unpermute(r, w, permutation), inputs, dy, units=4)
 
 
+@DEVICES
+@CASES
+def test_unpermute_without_weights(num_tokens, choices, hidden, is_partial, device):
+    need_kernels(device)
+    num_tokens = as_many_as(num_tokens, device)
+    from megatron_dllm.kernels.permute import unpermute
+
+    permutation = permutation_of(num_tokens, choices, is_partial, device)
+    row, rows = permutation.row, draw(len(permutation.slot), hidden, dtype=torch.bfloat16, device=device)
+    ones, dy = torch.ones(row.shape, device=device), draw(num_tokens, hidden, dtype=torch.bfloat16, device=device, grad=False)
+    check(lambda r: unpermute(r, None, row), lambda r: reference.unpermute(r, ones, row),
+          lambda r: moe._Sum.apply(r, permutation.slot, row, is_partial), [rows], dy)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        unpermute(rows, None, row)
+    assert not any(x.is_floating_point() for x in kept)
+
+
 @pytest.mark.parametrize("is_partial", [False, True])
 def test_the_torch_path_equals_the_reference(is_partial):
     permutation = permutation_of(17, 3, is_partial, "cpu")

@@ -26,6 +26,7 @@ from megatron_dllm.diffusion.batch_plan import RowRequest, fit_example, plan_bat
 from megatron_dllm.diffusion.inputs import MicrobatchInputs, microbatch_inputs, to_device
 from megatron_dllm.diffusion.random import DrawKey, Stream
 from megatron_dllm.diffusion.streams import build_streams
+from megatron_dllm.kernels.row_weights import RowWeights
 from megatron_dllm.models.diffusion_gemma.build import build_model
 from megatron_dllm.models.diffusion_gemma.model import DiffusionGemma
 from megatron_dllm.moe.dispatchers.interface import LAYOUT_EXCHANGE, Dispatcher, Trip
@@ -319,6 +320,9 @@ class WaitingTrip:
 
     def after_dispatch(self) -> tuple[Tensor, Tensor]:
         return self.arrived
+
+    def take_weights(self) -> RowWeights | None:
+        return self.trip.take_weights()
 
     def combine(self, rows: Tensor) -> None:
         self.trip.combine(rows)

@@ -64,6 +64,9 @@ class AllGatherTrip:
     def after_dispatch(self) -> tuple[Tensor, Tensor]:
         return self.tokens[self.plan.token], self.plan.counts
 
+    def take_weights(self) -> None:
+        return None
+
     def combine(self, rows: Tensor) -> None:
         plan, num_tokens = self.plan, sum(map(sum, self.plan.lengths))
         weights = gather_all(self.weights, plan.lengths, self.ep, self.etp)[plan.token, plan.choice]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...kernels.row_weights import RowWeights
 from ...parallel import Group, ParallelContext, communication, gather_sequence, scatter_sum_sequence
 from ..permute import Permutation, RowOrder, permute, sort_by_expert, unpermute
 from .interface import LAYOUT_EXCHANGE, check_tokens
@@ -93,6 +94,7 @@ class AllToAllTrip:
 
     def __init__(self, dispatcher: AllToAllDispatcher, plan: AllToAllPlan, weights: Tensor):
         self.etp, self.plan, self.weights = dispatcher.etp, plan, weights
+        self.there_are_others = dispatcher.ep.size * dispatcher.etp.size > 1
         self.there = all_to_all(dispatcher.ep, plan.send, plan.receive)
         self.back = all_to_all(dispatcher.ep, plan.receive, plan.send)
 
@@ -103,6 +105,12 @@ class AllToAllTrip:
         rows, = self.there.finish()
         rows = gather_sequence(rows, self.etp, self.plan.gathered)
         return rows if self.plan.order is None else self.plan.order.apply(rows), self.plan.counts
+
+    def take_weights(self) -> RowWeights | None:
+        if self.there_are_others:
+            return None
+        weights, self.weights = self.weights, None
+        return RowWeights(weights, self.plan.permutation.slot)
 
     def combine(self, rows: Tensor) -> None:
         arrived = rows if self.plan.order is None else self.plan.order.undo(rows)

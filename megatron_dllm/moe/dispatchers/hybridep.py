@@ -118,6 +118,9 @@ class HybridEPTrip:
         self.row_weights = weights[:arrival.num_rows]
         return rows[:arrival.num_rows], arrival.counts
 
+    def take_weights(self) -> None:
+        return None
+
     def combine(self, rows: Tensor) -> None:
         weighted = (rows.to(self.row_weights.dtype) * self.row_weights[:, None]).to(rows.dtype)
         self.back.start(F.pad(weighted, (0, 0, 0, self.plan.arrival.num_delivered - self.plan.arrival.num_rows)))

@@ -20,6 +20,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from ...kernels.row_weights import RowWeights
+
 LAYOUT_EXCHANGE = "layout_exchange"  # the kind under which the communication log counts what a replay spares
 
 
@@ -31,6 +33,10 @@ class Trip(Protocol):
 
     def after_dispatch(self) -> tuple[Tensor, Tensor]:
         """(rows [N, H] in expert order, counts int64 [L])."""
+
+    def take_weights(self) -> RowWeights | None:
+        """The weights, for whoever computes the rows to multiply them with: `after_combine` then only sums. None where it has to do both,
+        because rows come from other ranks, which have their weights. Called before `combine`, or not at all."""
 
     def combine(self, rows: Tensor) -> None:
         """Start sending results [N, H] back (with etp, our share of each, which is summed on the way)."""
