@@ -4,7 +4,7 @@ from .cross_entropy import CrossEntropy, linear_cross_entropy
 from .embedding import VocabularyParallelEmbedding
 from .gradients import sum_shared_gradients
 from .initialization import Constant, Init, Initializer, make_parameter
-from .linear import ColumnParallelLinear, LocalHeads, RowParallelLinear, column_linear, local_heads, row_linear
+from .linear import ColumnParallelLinear, LocalHeads, RowParallelLinear, column_layers, column_linear, local_heads, row_linear
 from .shared_gradient import SharedWeight
 from .soft_embedding import soft_embedding
 
@@ -18,6 +18,7 @@ __all__ = [
     "RowParallelLinear",
     "SharedWeight",
     "VocabularyParallelEmbedding",
+    "column_layers",
     "column_linear",
     "linear_cross_entropy",
     "local_heads",

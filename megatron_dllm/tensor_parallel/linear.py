@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,12 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_dllm.parallel import communication
-from megatron_dllm.parallel.collectives import scatter_sum_sequence, sum_over
+from megatron_dllm.parallel.collectives import gather_sequence, scatter_sum_sequence, sum_grad_over, sum_over
 from megatron_dllm.parallel.context import Group, ParallelContext
 from megatron_dllm.parallel.placement import place
 
 from .dropout import TokenDraws
 from .initialization import Init, make_parameter
+
+LinearProduct = Callable[[Tensor, Tensor], Tensor]  # x [T, D] and W [F, D] -> x @ W.T, [T, F]
 
 
 def column_linear(x: Tensor, weights: Sequence[Tensor], *, tp: Group, sequence_parallel: bool) -> tuple[Tensor, ...]:
@@ -38,7 +40,7 @@ def column_linear(x: Tensor, weights: Sequence[Tensor], *, tp: Group, sequence_p
     return tuple(y.unflatten(1, weight.shape[:-1]) for y, weight in zip(flat, weights, strict=True))
 
 
-def row_linear(x: Tensor, weight: Tensor, *, tp: Group, sequence_parallel: bool) -> Tensor:
+def row_linear(x: Tensor, weight: Tensor, *, tp: Group, sequence_parallel: bool, product: LinearProduct = F.linear) -> Tensor:
     """y = x @ W.T, with W cut by input feature over the R ranks of `tp`.
 
         x       [T, D/R]   our columns of the whole x
@@ -46,10 +48,25 @@ def row_linear(x: Tensor, weight: Tensor, *, tp: Group, sequence_parallel: bool)
         y       [T, F]     summed over `tp`, equal on every rank; with sequence_parallel [T/R, F], our piece of the tokens
 
     Input and weight gradient: as of a plain linear on this rank, from the whole dy (gathered with sequence_parallel).
-    Saved: x and weight.
+    Saved: x and weight, or what `product` saves.
     """
-    y = F.linear(x, weight)
+    y = product(x, weight)
     return scatter_sum_sequence(y, tp) if sequence_parallel else sum_over(y, tp, overwrite=True)
+
+
+def column_layers(x: Tensor, layers: Sequence[ColumnParallelLinear], draws: TokenDraws | None = None) -> tuple[Tensor, ...]:
+    """What each of the layers, adapter included, makes of the x that all of them read; x is gathered once. See `column_linear`.
+
+    Layers whose product is not torch's save the gathered x, or what their product makes of it.
+    """
+    tp, sequence_parallel = layers[0].tp, layers[0].sequence_parallel
+    if all(layer.product is F.linear for layer in layers):
+        ys = column_linear(x, [layer.weight for layer in layers], tp=tp, sequence_parallel=sequence_parallel)
+    else:
+        tokens = gather_sequence(x, tp) if sequence_parallel else sum_grad_over(x, tp)
+        flat = (layer.product(tokens, layer.weight.flatten(0, -2)) for layer in layers)
+        ys = tuple(y.unflatten(1, layer.weight.shape[:-1]) for y, layer in zip(flat, layers, strict=True))
+    return tuple(layer.adapter(y, x, draws) for y, layer in zip(ys, layers, strict=True))
 
 
 class _ColumnLinear(torch.autograd.Function):
@@ -88,8 +105,8 @@ def unadapted(y: Tensor, *inputs: Tensor | TokenDraws | None) -> Tensor:
 class ColumnParallelLinear(nn.Module):
     """y = x @ W.T, with W [F, D] (or fused [parts, F, D]) cut by output feature over `tp`; see `column_linear`.
 
-    `adapter` may add to y (see adapters.py), where `draws` are for its dropout. Whoever calls `column_linear` for several layers applies
-    each one's.
+    `adapter` may add to y (see adapters.py), where `draws` are for its dropout; `product` multiplies. Several layers that read the same x:
+    `column_layers`.
 
     With `copies` c > 1, c consecutive ranks hold the same rows (KV heads fewer than ranks): W is cut into R / c pieces.
     """
@@ -99,26 +116,30 @@ class ColumnParallelLinear(nn.Module):
         self.tp = context.tp
         self.sequence_parallel = context.sequence_parallel
         self.adapter = unadapted
+        self.product: LinearProduct = F.linear
         placement = place(shape, context, cut={"tp": len(shape) - 2}, copies=copies)
         self.weight = make_parameter(name, placement, init=init, dtype=dtype, device=context.device)
 
     def forward(self, x: Tensor, draws: TokenDraws | None = None) -> Tensor:
-        return self.adapter(column_linear(x, (self.weight,), tp=self.tp, sequence_parallel=self.sequence_parallel)[0], x, draws)
+        return column_layers(x, (self,), draws)[0]
 
 
 class RowParallelLinear(nn.Module):
-    """y = x @ W.T, with W [F, D] cut by input feature over `tp`; see `row_linear`. `adapter` may add to y (see adapters.py)."""
+    """y = x @ W.T, with W [F, D] cut by input feature over `tp`; see `row_linear`. `adapter` may add to y (see adapters.py); `product`
+    multiplies."""
 
     def __init__(self, name: str, shape: tuple[int, int], *, context: ParallelContext, init: Init, dtype: torch.dtype):
         super().__init__()
         self.tp = context.tp
         self.sequence_parallel = context.sequence_parallel
         self.adapter = unadapted
+        self.product: LinearProduct = F.linear
         placement = place(shape, context, cut={"tp": 1})
         self.weight = make_parameter(name, placement, init=init, dtype=dtype, device=context.device)
 
     def forward(self, x: Tensor, draws: TokenDraws | None = None) -> Tensor:
-        return self.adapter(row_linear(x, self.weight, tp=self.tp, sequence_parallel=self.sequence_parallel), x, draws)
+        y = row_linear(x, self.weight, tp=self.tp, sequence_parallel=self.sequence_parallel, product=self.product)
+        return self.adapter(y, x, draws)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from ..config import ModelConfig
 from ..context_parallel.plan import ShardedPlan
 from ..parallel import ParallelContext
-from ..tensor_parallel import ColumnParallelLinear, RowParallelLinear, column_linear, local_heads
+from ..tensor_parallel import ColumnParallelLinear, RowParallelLinear, column_layers, local_heads
 from ..tensor_parallel.dropout import TokenDraws
 from ..tensor_parallel.initialization import Init
 from .core_attention import AttentionPlan, attend
@@ -60,7 +60,5 @@ class SelfAttention(nn.Module):
     def _project(self, x: Tensor, draws: TokenDraws | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [T, h, d], raw keys and raw values [T, g, d]; x is gathered once for all of them."""
         projections = [self.q_proj, self.k_proj] if self.v_proj is None else [self.q_proj, self.k_proj, self.v_proj]
-        flat = column_linear(x, [p.weight for p in projections], tp=self.q_proj.tp, sequence_parallel=self.q_proj.sequence_parallel)
-        adapted = (p.adapter(y, x, draws) for p, y in zip(projections, flat, strict=True))
-        query, key, *value = (y.unflatten(-1, (-1, self.head_dim)) for y in adapted)
+        query, key, *value = (y.unflatten(-1, (-1, self.head_dim)) for y in column_layers(x, projections, draws))
         return query, key, value[0] if value else key

@@ -1,6 +1,8 @@
 """RMSNorm with a plain weight (not 1 + w), computed in at least fp32 and cast back."""
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -8,6 +10,8 @@ from ..kernels.launch import WIDEST_ROW, takes
 from ..parallel import ParallelContext, place
 from ..tensor_parallel.initialization import Constant, make_parameter
 from .precision import at_least_fp32
+
+NormFunction = Callable[[Tensor, Tensor, float], Tensor]  # of x, weight and eps
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -49,14 +53,16 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 class RMSNorm(nn.Module):
     """y = rms_norm(x) * weight; x, y [..., size], weight [size], equal on every rank.
 
-    With `partial`, x is this tp rank's share of all there is (its heads, or its tokens), and so is the weight's gradient.
+    With `partial`, x is this tp rank's share of all there is (its heads, or its tokens), and so is the weight's gradient. `function`
+    computes it where it is called as a module; what is fused with its neighbours reads `weight` and `eps`.
     """
 
     def __init__(self, name: str, size: int, *, eps: float, context: ParallelContext, dtype: torch.dtype, partial: bool = False):
         super().__init__()
         self.eps = eps
+        self.function: NormFunction = rms_norm
         placement = place((size,), context, partial_over_tp=partial or context.sequence_parallel)
         self.weight = make_parameter(f"{name}.weight", placement, init=Constant(1.0), dtype=dtype, device=context.device)
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        return self.function(x, self.weight, self.eps)
