@@ -17,6 +17,7 @@ SUITES = {
     "cpu": ("training", "training steps of the toy beside transformers, on a CPU"),
     "generation": ("generation", "a denoising step of generation beside transformers"),
     "pipeline": ("pipeline", "PP2 and PP2/VPP2 beside one process, with mHC and without: equal steps, time, bubble"),
+    "context": ("context", "optimizer steps on documents of 100,096 tokens, over one GPU or several that share them: tokens/s, memory, bytes"),
     "moe": ("moe", "training steps by dispatcher and recompute over ranks that share experts: time, exchanges, exposed communication"),
 }
 
