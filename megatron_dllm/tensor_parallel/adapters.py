@@ -17,6 +17,7 @@ from megatron_dllm.parallel.collectives import gather_sequence, sum_grad_over
 from megatron_dllm.parallel.context import ParallelContext
 from megatron_dllm.parallel.placement import place
 
+from .adapted_linear import Factors
 from .dropout import Dropout, TokenDraws, undropped
 from .initialization import Constant, Init, make_parameter
 from .linear import ColumnParallelLinear, RowParallelLinear, row_linear
@@ -40,6 +41,10 @@ class LowRank:
         if not self.dropout:
             return undropped
         return Dropout(name, self.dropout, size, first=first, count=size if count is None else count, device=self.context.device)
+
+    def factors(self, a: Tensor, b: Tensor) -> Factors | None:
+        """What makes one function of a layer and its adapter; None where something comes between: other ranks' parts, or dropout."""
+        return None if self.context.tp.size > 1 or self.dropout else Factors(a, b, self.scale)
 
     @property
     def scale(self) -> float:

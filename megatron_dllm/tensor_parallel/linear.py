@@ -14,6 +14,7 @@ from megatron_dllm.parallel.collectives import gather_sequence, scatter_sum_sequ
 from megatron_dllm.parallel.context import Group, ParallelContext
 from megatron_dllm.parallel.placement import place
 
+from .adapted_linear import Factors, adapted_linear
 from .dropout import TokenDraws
 from .initialization import Init, make_parameter
 
@@ -60,6 +61,9 @@ def column_layers(x: Tensor, layers: Sequence[ColumnParallelLinear], draws: Toke
     Layers whose product is not torch's save the gathered x, or what their product makes of it.
     """
     tp, sequence_parallel = layers[0].tp, layers[0].sequence_parallel
+    factors = [layer.factors for layer in layers if layer.factors is not None and layer.product is F.linear]
+    if len(factors) == len(layers):
+        return adapted_linear(x, [layer.weight for layer in layers], factors)
     if all(layer.product is F.linear for layer in layers):
         ys = column_linear(x, [layer.weight for layer in layers], tp=tp, sequence_parallel=sequence_parallel)
     else:
@@ -105,8 +109,8 @@ def unadapted(y: Tensor, *inputs: Tensor | TokenDraws | None) -> Tensor:
 class ColumnParallelLinear(nn.Module):
     """y = x @ W.T, with W [F, D] (or fused [parts, F, D]) cut by output feature over `tp`; see `column_linear`.
 
-    `adapter` may add to y (see adapters.py), where `draws` are for its dropout; `product` multiplies. Several layers that read the same x:
-    `column_layers`.
+    `adapter` may add to y (see adapters.py), where `draws` are for its dropout; `product` multiplies. With `factors` both are one function
+    (see adapted_linear). Several layers that read the same x: `column_layers`.
 
     With `copies` c > 1, c consecutive ranks hold the same rows (KV heads fewer than ranks): W is cut into R / c pieces.
     """
@@ -116,6 +120,7 @@ class ColumnParallelLinear(nn.Module):
         self.tp = context.tp
         self.sequence_parallel = context.sequence_parallel
         self.adapter = unadapted
+        self.factors: Factors | None = None
         self.product: LinearProduct = F.linear
         placement = place(shape, context, cut={"tp": len(shape) - 2}, copies=copies)
         self.weight = make_parameter(name, placement, init=init, dtype=dtype, device=context.device)
@@ -126,18 +131,21 @@ class ColumnParallelLinear(nn.Module):
 
 class RowParallelLinear(nn.Module):
     """y = x @ W.T, with W [F, D] cut by input feature over `tp`; see `row_linear`. `adapter` may add to y (see adapters.py); `product`
-    multiplies."""
+    multiplies; with `factors` both are one function (see adapted_linear)."""
 
     def __init__(self, name: str, shape: tuple[int, int], *, context: ParallelContext, init: Init, dtype: torch.dtype):
         super().__init__()
         self.tp = context.tp
         self.sequence_parallel = context.sequence_parallel
         self.adapter = unadapted
+        self.factors: Factors | None = None
         self.product: LinearProduct = F.linear
         placement = place(shape, context, cut={"tp": 1})
         self.weight = make_parameter(name, placement, init=init, dtype=dtype, device=context.device)
 
     def forward(self, x: Tensor, draws: TokenDraws | None = None) -> Tensor:
+        if self.factors is not None and self.product is F.linear:
+            return adapted_linear(x, [self.weight], [self.factors])[0]
         y = row_linear(x, self.weight, tp=self.tp, sequence_parallel=self.sequence_parallel, product=self.product)
         return self.adapter(y, x, draws)
 

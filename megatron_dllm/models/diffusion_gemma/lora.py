@@ -57,11 +57,13 @@ def is_base(name: str) -> bool:
 
 
 def _add_to_column(name: str, linear: ColumnParallelLinear, common: LowRank) -> None:
-    linear.adapter = ColumnAdapter(f"{name}.adapter", linear, common)
+    linear.adapter = adapter = ColumnAdapter(f"{name}.adapter", linear, common)
+    linear.factors = common.factors(adapter.a, adapter.b)
 
 
 def _add_to_row(name: str, linear: RowParallelLinear, common: LowRank) -> None:
-    linear.adapter = RowAdapter(f"{name}.adapter", linear, common)
+    linear.adapter = adapter = RowAdapter(f"{name}.adapter", linear, common)
+    linear.factors = common.factors(adapter.a, adapter.b)
 
 
 def _add_to_router(name: str, router: Router, common: LowRank) -> None:
