@@ -201,11 +201,13 @@ def temperature_falls(t_min: float, t_max: float) -> Fault | None:
     return Fault("the temperature cannot rise over the steps", f"set --t-min to at most {t_max}", {"t_min": t_max})
 
 
-@check("gdn_kernel_backend", "deterministic_mode")
-def gated_delta_kernels(backend: str, deterministic: bool) -> Fault | None:
-    if backend == "torch":
+@check("gdn_kernel_backend", "deterministic_mode", "bf16", "device")
+def gated_delta_kernels(backend: str, deterministic: bool, bf16: bool, device: str) -> Fault | None:
+    whys = {"its kernels add up in another order from run to run": deterministic, "its kernels compute in bf16": not bf16,
+            "its kernels need a CUDA device": device == "cpu"}
+    why = next((why for why, holds in whys.items() if holds), None)
+    if backend == "torch" or why is None:
         return None
-    why = "its kernels add up in another order from run to run" if deterministic else "its kernels are not available yet"
     return Fault(why, "set --gdn-kernel-backend torch", {"gdn_kernel_backend": "torch"})
 
 

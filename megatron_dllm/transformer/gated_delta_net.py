@@ -42,13 +42,16 @@ class GatedDeltaNet(nn.Module):
 
     Heads are cut over tp: q_proj, k_proj, v_proj, z_proj, a_proj, b_proj, the convolutions [channels, K], A_log and dt_bias [h] by output,
     o_proj by input. Under context parallelism a rank trades its tokens for all tokens of a share of these heads, of which it then has
-    states and tails too. A_log and dt_bias are held in at least fp32; decay, state and output are computed in it.
+    states and tails too. A_log and dt_bias are held in at least fp32; decay and state are computed in it.
+
+    `rule` computes o [T, h, v] and the states to keep from q and k [T, h, k], v [T, h, v], the log of the decay and beta [T, h],
+    the states [1 + S, h, k, v] that the plan's runs start from (the first is zero), and the plan.
     """
 
     def __init__(self, name: str, config: ModelConfig, layer: int, *, context: ParallelContext, init: Init, dtype: torch.dtype,
                  recompute: Recompute):
         super().__init__()
-        self.recompute, self.cp = recompute, context.cp
+        self.recompute, self.cp, self.rule = recompute, context.cp, chunked_rule
         self.key_dim, self.value_dim = config.linear_key_head_dim, config.linear_value_head_dim
         heads, kernel = config.linear_num_value_heads, config.linear_conv_kernel_dim
         self.repeats, self.kernel = heads // config.linear_num_key_heads, kernel
@@ -132,9 +135,15 @@ class GatedDeltaNet(nn.Module):
         q, k = (t.repeat_interleave(self.repeats, 1) for t in (q, k))
         v = v.unflatten(-1, (-1, self.value_dim))
         decay = -at_least_fp32(rates).exp() * F.softplus(at_least_fp32(a) + at_least_fp32(bias))
-        chunks = [_in_chunks(t, plan) for t in (q, k, v, decay, at_least_fp32(b).sigmoid())]
-        out, states = chunked_gated_delta_rule(*chunks, initial, plan.levels)
-        return take_distinct(out.flatten(0, 1), plan.places), None if plan.kept_states is None else states[plan.kept_states]
+        return self.rule(q, k, v, decay, at_least_fp32(b).sigmoid(), initial, plan)
+
+
+def chunked_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, initial: Tensor,
+                 plan: GatedDeltaPlan) -> tuple[Tensor, Tensor | None]:
+    """The rule of `--gdn-kernel-backend torch`, in at least fp32."""
+    chunks = [_in_chunks(x, plan) for x in (query, key, value, decay, beta)]
+    out, states = chunked_gated_delta_rule(*chunks, initial, plan.levels)
+    return take_distinct(out.flatten(0, 1), plan.places), None if plan.kept_states is None else states[plan.kept_states]
 
 
 def _in_chunks(x: Tensor, plan: GatedDeltaPlan) -> Tensor:

@@ -99,6 +99,16 @@ def tokens_by_rank(clean: Sequence[np.ndarray], canvas: Sequence[np.ndarray]) ->
 
 
 @dataclass(frozen=True)
+class RunLevel:
+    """Whole runs whose origins are all known: their tokens, one run after the other; where each begins, and the end of the last; and the
+    states before them (int64), among [initial ; ends of the runs of earlier levels]."""
+
+    tokens: Rows
+    bounds: tuple[int, ...]
+    parents: Tensor
+
+
+@dataclass(frozen=True)
 class GatedDeltaPlan:
     """Runs on the device, R of them, for a convolution over K tokens and chunks of L.
 
@@ -108,8 +118,10 @@ class GatedDeltaPlan:
     token_rows    int64 [T]: where the tokens stand in the unrolled rows
     places        int64 [T]: where they stand in the chunks, [num_chunks * L]
     levels        the chunks by the number of chunks before them
+    run_levels    the runs by the number of runs before them; run_order: where the pass's tokens stand among those of the levels
     trade         None: this rank has all tokens
-    kept_states   int64 [S], among [zero ; kept states ; ends of chunks]; kept_tails int64 [S (K-1)], among the same as `tails`; or None
+    kept_states   int64 [S], among [zero ; kept states ; ends of chunks]; kept_runs the same among [zero ; kept states ; ends of the runs of
+                  run_levels]; kept_tails int64 [S (K-1)], among the same as `tails`; or None
     """
 
     num_tokens: int
@@ -119,7 +131,10 @@ class GatedDeltaPlan:
     places: Tensor
     num_chunks: int
     levels: tuple[Level, ...]
+    run_levels: tuple[RunLevel, ...]
+    run_order: Rows
     kept_states: Tensor | None
+    kept_runs: Tensor | None
     kept_tails: Tensor | None
     trade: TokenTrade | None
 
@@ -142,9 +157,11 @@ def gated_delta_plan(runs: Runs, kernel: int, device: torch.device, parts: Seque
     token_rows = np.concatenate([np.zeros(0, np.int64), *(start + (run + 1) * before + np.arange(end - start)
                                                           for run, (start, end) in enumerate(zip(starts, ends, strict=True)))])
     places, levels, state_of = _chunks(runs, initial)
-    kept_states = kept_tails = None
+    run_levels, run_order, end_of = _run_levels(runs, initial, device)
+    kept_states = kept_runs = kept_tails = None
     if runs.kept is not None:
         kept_states = _tensor([state_of[origin] for origin in runs.kept], device)
+        kept_runs = _tensor([end_of[origin] for origin in runs.kept], device)
         kept_tails = _tensor(_joined([tail_of[origin] for origin in runs.kept]), device)
     trade = None
     if parts is not None:
@@ -153,7 +170,29 @@ def gated_delta_plan(runs: Runs, kernel: int, device: torch.device, parts: Seque
     return GatedDeltaPlan(
         int(sum(runs.lengths)), _tensor(_joined(tails), device), _tensor(_joined(unrolled), device), _tensor(token_rows, device),
         _tensor(places, device), levels[-1].stop if levels else 0,
-        tuple(Level(level.start, level.stop, level.parents.to(device)) for level in levels), kept_states, kept_tails, trade)
+        tuple(Level(level.start, level.stop, level.parents.to(device)) for level in levels), run_levels, run_order, kept_states, kept_runs,
+        kept_tails, trade)
+
+
+def _run_levels(runs: Runs, initial: int, device: torch.device) -> tuple[tuple[RunLevel, ...], Rows, list[int]]:
+    """The levels, where their tokens come from, and by origin the number of its state among [initial ; ends of the levels' runs]."""
+    depth_of, members = [-1] * initial, []
+    for run, origin in enumerate(runs.origins):
+        depth = depth_of[origin] + 1
+        if depth == len(members):
+            members.append([])
+        members[depth].append(run)
+        depth_of.append(depth)
+    starts = np.cumsum(runs.lengths) - runs.lengths
+    end_of, levels, order = {origin: origin for origin in range(initial)}, [], []
+    for own in members:
+        parents = [end_of[runs.origins[run]] for run in own]
+        lengths = [runs.lengths[run] for run in own]
+        tokens = _joined([starts[run] + np.arange(runs.lengths[run]) for run in own])
+        order.append(tokens)
+        levels.append(RunLevel(Rows.of(tokens, device), (0, *np.cumsum(lengths).tolist()), _tensor(parents, device)))
+        end_of |= {initial + run: len(end_of) + number for number, run in enumerate(own)}
+    return tuple(levels), Rows.of(np.argsort(_joined(order)), device), [end_of[origin] for origin in range(initial + len(runs.lengths))]
 
 
 def _chunks(runs: Runs, initial: int) -> tuple[np.ndarray, tuple[Level, ...], list[int]]:

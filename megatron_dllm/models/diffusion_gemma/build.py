@@ -9,6 +9,7 @@ from ...checkpoint.model_state import load_tensors
 from ...config import ModelConfig, RunConfig
 from ...parallel import ParallelContext
 from ...tensor_parallel.initialization import Constant, Init, Initializer
+from ...transformer.gated_delta_fla import use_fla
 from ...transformer.precision import freeze
 from ...transformer.recompute import Recompute
 from .lora import add_adapters
@@ -29,6 +30,8 @@ def build_model(run: RunConfig, context: ParallelContext, *, init: Init | None =
         run.model, context=context, init=UNSET if is_loaded else init,
         dtype=dtype or (torch.bfloat16 if run.training.bf16 else torch.float32),
         recompute=Recompute.from_config(run.training, run.moe), moe=run.moe, part=part)
+    if run.training.gdn_kernel_backend == "fla":
+        use_fla(model, context.device)
     if run.lora.lora_rank is not None:
         add_adapters(model, run.lora, init)
     elif run.objective.freeze_router:
