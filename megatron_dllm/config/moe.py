@@ -30,6 +30,11 @@ class MoEConfig:
     moe_grouped_gemm: bool = flag(
         "One grouped matrix product for all experts where the compute type has one (bf16); otherwise a loop over experts.", True
     )
+    moe_grouped_gemm_backend: Literal["local", "transformer_engine"] = flag(
+        "What computes --moe-grouped-gemm: our kernels and torch, or Transformer Engine's GroupedLinear, for which the host waits for the "
+        "numbers of rows.",
+        "local",
+    )
     moe_aux_loss_coeff: float = flag("Weight of the loss that evens out the experts' loads; 1e-2 is usual.", 0.0)
     moe_z_loss_coeff: float = flag("Weight of the loss that keeps the router's logits small; 1e-3 is usual.", 0.0)
     moe_router_enable_expert_bias: bool = flag(

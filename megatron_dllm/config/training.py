@@ -22,6 +22,21 @@ class TrainingConfig:
     gdn_kernel_backend: Literal["torch", "fla"] = flag(
         "What computes the gated delta rule of linear layers: plain torch, or the kernels of the package flash-linear-attention.", "torch"
     )
+    transformer_impl: Literal["local", "transformer_engine"] = flag(
+        "What computes linear layers and the norms that stand alone: torch and our kernels, or the package Transformer Engine (on CUDA, "
+        "with --bf16). What it cannot do, or does no better, stays as it is; the log tells what computes each part, and why.",
+        "local",
+    )
+    fp8_format: Literal["e4m3", "hybrid"] | None = flag(
+        "Multiply the matrices of linear layers, and of experts under --moe-grouped-gemm-backend transformer_engine, in FP8: e4m3, or e5m2 "
+        "for gradients (hybrid). Masters, weights, norms, router, embedding and losses stay as they are.",
+        None,
+    )
+    fp8_recipe: Literal["tensorwise", "blockwise"] = flag(
+        "Numbers that share a scale of FP8: a tensor, or 128 of a row (of weights 128 x 128). Both take it from the tensor itself; "
+        "Megatron-LM's delayed, which takes it from earlier steps, is in no checkpoint and not repeated by a recompute, and is not here.",
+        "tensorwise",
+    )
     bf16: bool = flag("Compute in bfloat16, with fp32 master weights, losses and reductions.", False)
     deterministic_mode: bool = flag("Give bit-equal repeats on GPUs too, at some cost in speed.", False)
     recompute_granularity: Literal["full", "selective"] | None = flag(

@@ -6,7 +6,7 @@ from dataclasses import MISSING, asdict, dataclass
 from typing import Any
 
 # The files of checks enter their rules into CHECKS.
-from megatron_dllm.config import checks_lora, checks_model, checks_moe, checks_pipeline, checks_run  # noqa: F401
+from megatron_dllm.config import checks_engine, checks_lora, checks_model, checks_moe, checks_pipeline, checks_run  # noqa: F401
 from megatron_dllm.config.check import CHECKS
 from megatron_dllm.config.model import ModelConfig
 from megatron_dllm.config.model_source import contradictions
@@ -126,6 +126,9 @@ NEEDS = (
     Needs(("moe_router_bias_update_rate",), "--moe-router-enable-expert-bias", lambda run: run.moe.moe_router_enable_expert_bias),
     Needs(("cuda_graph_limit",), "--cuda-graph-impl local", lambda run: run.training.cuda_graph_impl != "none"),
     Needs(("moe_grouped_gemm",), "--bf16", lambda run: run.training.bf16),
+    Needs(("fp8_format", "moe_grouped_gemm_backend"), "--transformer-impl transformer_engine",
+          lambda run: run.training.transformer_impl == "transformer_engine"),
+    Needs(("fp8_recipe",), "--fp8-format", lambda run: run.training.fp8_format is not None),
     Needs(("profile_step_start", "profile_step_end"), "--profile", lambda run: run.training.profile),
     Needs(("lr_decay_iters", "min_lr"), "an --lr-decay-style that decays", lambda run: run.optimizer.lr_decay_style != "constant"),
     Needs(("lr_wsd_decay_iters", "lr_wsd_decay_style"), "--lr-decay-style WSD", lambda run: run.optimizer.lr_decay_style == "WSD"),

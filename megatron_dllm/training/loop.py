@@ -19,6 +19,7 @@ from ..models.diffusion_gemma.model import DiffusionGemma
 from ..models.diffusion_gemma.stages import ModelPipeline, build_pipeline, over_stages
 from ..moe.balance import balance_metrics
 from ..parallel import ParallelContext, Watchdog, communication
+from ..transformer_engine import choices
 from .batches import BatchMaker, PreparedBatch, training_batches
 from .evaluation import evaluate, sample_generations
 from .graphs import graphed
@@ -232,6 +233,8 @@ class Trainer:
             logger.message(
                 f"experts: {self.run.moe.dispatcher} over ep {self.context.ep.size}, etp {self.context.etp.size}; "
                 f"products by {block.moe.experts.backend}")
+        for choice in choices(self.run):
+            logger.message(str(choice))
         logger.message(f"data: {len(self.sources.train):,} training examples; iterations {start} to {self.total_iterations}")
         if self.run_dir is not None and self.context.world.rank == 0:
             (self.run_dir / "args.txt").write_text(to_arguments_text(self.run), encoding="utf-8")

@@ -16,6 +16,8 @@ LORA = {"lora_rank": 4}
 A2A = {"cp_comm_type": "a2a"}
 LINEAR = ("linear",) * 5 + ("full",)
 GRAPHS = {"cuda_graph_impl": "local", "bf16": True}
+ENGINE = {"transformer_impl": "transformer_engine", "bf16": True}
+ENGINE_EXPERTS = ENGINE | {"moe_grouped_gemm_backend": "transformer_engine"}
 WSD = {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 60}
 GOOD = parse(["--preset", "toy", "--train-iters", "100", "--data-path", "data.jsonl", "--global-batch-size", "24"])
 
@@ -80,6 +82,14 @@ CASES: list[tuple[str, dict, int, str]] = [
     ("graphs_keep_activations", GRAPHS | {"recompute_granularity": "full"}, 1, "leave --recompute-granularity out"),
     ("graphs_need_attention", GRAPHS | {"layer_types": LINEAR}, 1, "linear layers are not recorded yet"),
     ("graphs_need_attention_kernels", GRAPHS | {"kv_channels": 24}, 1, "powers of two from 16 to 512 is recorded"),
+    ("engine_computes_in_bf16", ENGINE | {"bf16": False}, 1, "used for bf16 alone: float32 and float64 are the oracle's; set --bf16, or"),
+    ("engine_runs_on_cuda", ENGINE | {"device": "cpu"}, 1, "its kernels run on CUDA devices; set --device cuda, or --transformer-impl local"),
+    ("engine_is_not_recorded", ENGINE | {"cuda_graph_impl": "local"}, 1, "set --cuda-graph-impl none, or --transformer-impl local"),
+    ("engine_groups_experts", ENGINE_EXPERTS | {"moe_grouped_gemm": False}, 1, "there is a loop over experts; set --moe-grouped-gemm, or"),
+    ("engine_reads_numbers_of_rows", ENGINE_EXPERTS | {"moe_max_tokens_per_rank": 9}, 1, "leave --moe-max-tokens-per-rank out, or set --moe"),
+    ("fp8_takes_linear_widths", ENGINE | {"fp8_format": "hybrid", "ffn_hidden_size": 48, "tensor_model_parallel_size": 2}, 2,
+     "multiples of 16; a rank has of --ffn-hidden-size 24; change these widths"),
+    ("fp8_takes_expert_widths", ENGINE_EXPERTS | {"fp8_format": "e4m3", "moe_ffn_hidden_size": 40}, 1, "has of --moe-ffn-hidden-size 40"),
     ("some_data", {"data_path": ()}, 1, "there is nothing to train on; give --data-path, or set --data-source to sudoku"),
     ("blend_alternates", {"data_path": ("0.5", "a", "b")}, 1, "weights and paths must alternate"),
     ("columns_are_pairs", {"data_columns": ("messages=x", "prompt")}, 1, "prompt is not OURS=THEIRS"),
@@ -206,6 +216,8 @@ CONDITIONS = {
     "weights that are trained (--lora-rank freezes all)": ({"lora_rank": 4}, {"lora_rank": None}),
     "--moe-router-enable-expert-bias": ({}, {"moe_router_enable_expert_bias": True}),
     "--bf16": ({}, {"bf16": True}),
+    "--transformer-impl transformer_engine": ({}, ENGINE),
+    "--fp8-format": (ENGINE, {"fp8_format": "hybrid"}),
     "--recompute-granularity": ({}, {"recompute_granularity": "full"}),
     "--recompute-granularity selective": ({"recompute_granularity": "full"}, {"recompute_granularity": "selective"}),
     "a linear layer in --layer-types": ({}, {"layer_types": LINEAR}),

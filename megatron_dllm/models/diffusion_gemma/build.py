@@ -12,6 +12,7 @@ from ...tensor_parallel.initialization import Constant, Init, Initializer
 from ...transformer.gated_delta_fla import use_fla
 from ...transformer.precision import freeze
 from ...transformer.recompute import Recompute
+from ...transformer_engine import install, load_engine
 from .lora import add_adapters
 from .model import DiffusionGemma
 from .stages import model_layout
@@ -37,6 +38,8 @@ def build_model(run: RunConfig, context: ParallelContext, *, init: Init | None =
     elif run.objective.freeze_router:
         for block in (*model.layers.values(), *(depth.block for depth in model.mtp)):
             freeze(block.moe.router, model.dtype)
+    if run.training.transformer_impl == "transformer_engine":
+        install(model, load_engine(run.training, run.moe, context.device))
     return model
 
 

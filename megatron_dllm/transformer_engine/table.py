@@ -1,0 +1,64 @@
+"""Which part of a model is computed by what under --transformer-impl transformer_engine, and why; decided from the settings alone."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ..config import ModelConfig, RunConfig
+
+ENGINE, OURS = "Transformer Engine", "ours"
+WIDEST_HEAD = 256  # of the package's attention on sm_90
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A part of the model, what computes it, and the reason."""
+
+    part: str
+    taken: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.part}: {self.taken} ({self.reason})"
+
+
+def choices(run: RunConfig) -> tuple[Choice, ...]:
+    """A row for every part of the model that the package has a counterpart of; none where it is not asked for."""
+    if run.training.transformer_impl == "local":
+        return ()
+    fp8 = f"FP8 {run.training.fp8_format}, scales {run.training.fp8_recipe}" if run.training.fp8_format else "bf16"
+    rows = [
+        Choice("linear layers (q, k, v, o, gate_up, down)", ENGINE, f"{fp8}; collectives, weights and gradient buffers stay ours"),
+        _experts(run, fp8),
+        Choice("norms that stand alone", ENGINE, "bf16"),
+        Choice("norms beside a residual, a rotary or the router", OURS,
+               "one kernel with what follows or precedes; alone they would read and write every row again"),
+        Choice("rotary", OURS,
+               "in one kernel with the norm of queries and keys; of full layers only the first pairs of the whole head turn"),
+        *_attention(run.model),
+        Choice("router", OURS, "fp32 always"),
+        Choice("embedding, output layer and cross entropy", OURS,
+               "chunks of logits; the package's cross entropy wants all of them at once"),
+    ]
+    if run.model.linear_layers:
+        rows.append(Choice("gated delta nets", OURS, "their six projections go through one product, whose smallest have a row a head"))
+    return tuple(rows)
+
+
+def _experts(run: RunConfig, precision: str) -> Choice:
+    if run.moe.moe_grouped_gemm_backend == "transformer_engine":
+        return Choice("experts", ENGINE, f"GroupedLinear, {precision}; the host waits for the numbers of rows")
+    return Choice("experts", OURS, "bf16; --moe-grouped-gemm-backend transformer_engine changes that")
+
+
+def _attention(model: ModelConfig) -> Iterator[Choice]:
+    for kind in dict.fromkeys(model.layer_types):
+        if kind == "linear":
+            continue
+        size = model.head_dim(model.layer_types.index(kind))
+        if size > WIDEST_HEAD:
+            why = f"the package has no heads wider than {WIDEST_HEAD}"
+        else:
+            why = ("one launch for clean tokens and canvases of any lengths; a canvas would be a dense bias to the package, and cuDNN "
+                   "plans 140 to 300 ms for every new shape")
+        yield Choice(f"attention, {kind}, head {size}", OURS, why)

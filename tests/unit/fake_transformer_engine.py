@@ -1,0 +1,133 @@
+"""Transformer Engine as far as we use it, on a CPU: products by torch, with the package's demands on shapes, devices and attributes.
+
+Under its autocast both factors of a product are rounded to FP8 (e4m3, a scale a tensor), gradients pass as they are. What the real package
+does is checked on a GPU (.gpu marks); this one checks what we do with it.
+"""
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+LARGEST = 448.0  # of e4m3
+
+
+class State:
+    """What autocast has set: whether products are in FP8, and how many there were."""
+
+    fp8, products_in_fp8 = False, 0
+
+
+class Autocast:
+    def __init__(self, enabled: bool = True, *, recipe: object):
+        self.enabled, self.recipe = enabled, recipe
+
+    def __enter__(self):
+        assert not State.fp8, "nested"
+        State.fp8 = self.enabled
+
+    def __exit__(self, *_):
+        State.fp8 = False
+
+
+def rounded(x: Tensor) -> Tensor:
+    """x as FP8 has it; the gradient passes."""
+    scale = x.detach().abs().max().float().clamp(min=1e-12) / LARGEST
+    low = ((x.detach().float() / scale).to(torch.float8_e4m3fn).float() * scale).to(x.dtype)
+    return x + (low - x).detach()
+
+
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    assert x.dtype == weight.dtype == torch.bfloat16 and x.dim() == weight.dim() == 2 and x.shape[1] == weight.shape[1]
+    if not State.fp8 or not len(x):
+        return F.linear(x, weight)
+    assert all(size % 16 == 0 for size in (*x.shape, *weight.shape)), (x.shape, weight.shape)
+    State.products_in_fp8 += 1
+    return F.linear(rounded(x), rounded(weight))
+
+
+class Base(nn.Module):
+    def fast_setattr(self, name: str, value: object) -> None:
+        self.__dict__[name] = value
+
+
+class Linear(Base):
+    def __init__(self, in_features: int, out_features: int, *, bias: bool, params_dtype: torch.dtype, device: str):
+        super().__init__()
+        self.shape = out_features, in_features
+        self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=params_dtype, device=device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.weight.shape == self.shape and len(x)
+        return product(x, self.weight)
+
+
+class GroupedLinear(Base):
+    def __init__(self, num_gemms: int, in_features: int, out_features: int, *, bias: bool, params_dtype: torch.dtype, device: str):
+        super().__init__()
+        self.num_gemms = num_gemms
+        for number in range(num_gemms):
+            setattr(self, f"weight{number}", nn.Parameter(torch.empty(out_features, in_features, dtype=params_dtype, device=device)))
+            setattr(self, f"bias{number}", torch.empty(0, device=device))
+
+    def forward(self, x: Tensor, m_splits: list[int]) -> Tensor:
+        assert len(m_splits) == self.num_gemms and sum(m_splits) == len(x)
+        assert all(getattr(self, f"bias{number}").device == x.device for number in range(self.num_gemms))
+        parts = x.split(m_splits)
+        return torch.cat([product(part, getattr(self, f"weight{number}")) for number, part in enumerate(parts)])
+
+
+class Fp8Padding(nn.Module):
+    def __init__(self, num_gemms: int, align_size: int):
+        super().__init__()
+        self.align_size = align_size
+
+    def padded(self, splits: list[int]) -> list[int]:
+        return [-(-size // self.align_size) * self.align_size for size in splits]
+
+    def forward(self, x: Tensor, splits: list[int]) -> tuple[Tensor, list[int]]:
+        padded = self.padded(splits)
+        return torch.cat([F.pad(part, (0, 0, 0, size - len(part))) for part, size in zip(x.split(splits), padded, strict=True)]), padded
+
+
+class Fp8Unpadding(Fp8Padding):
+    def forward(self, x: Tensor, splits: list[int]) -> Tensor:
+        return torch.cat([part[:size] for part, size in zip(x.split(self.padded(splits)), splits, strict=True)])
+
+
+def rmsnorm_fwd(x, weight, eps, out, quantizer, dtype, margin, zero_centered):
+    assert out is None and quantizer is None and not zero_centered and x.is_contiguous() and x.dim() == 2 and dtype == "bf16"
+    inverse_root = x.float().square().mean(-1).add(eps).rsqrt()
+    return (x.float() * inverse_root[:, None] * weight.float()).to(x.dtype), None, inverse_root
+
+
+def rmsnorm_bwd(grad, x, inverse_root, weight, margin, zero_centered):
+    normed, grad = x.float() * inverse_root[:, None], grad.float()
+    scaled = grad * weight.float()
+    dx = inverse_root[:, None] * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
+    return dx.to(x.dtype), (grad * normed).sum(0).to(weight.dtype)
+
+
+def install_fake(monkeypatch, *, fp8: tuple[bool, str] = (True, "")) -> ModuleType:
+    """Put it where imports find it; `fp8`: whether it says that FP8 works, and why not. Returns transformer_engine.pytorch."""
+    modules = {name: ModuleType(name) for name in (
+        "transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.constants", "transformer_engine.common",
+        "transformer_engine.common.recipe", "transformer_engine_torch")}
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    package = modules["transformer_engine.pytorch"]
+    for part in (Linear, GroupedLinear, Fp8Padding, Fp8Unpadding):
+        setattr(package, part.__name__, part)
+    package.autocast = Autocast
+    package.is_fp8_available = package.is_fp8_block_scaling_available = lambda return_reason: fp8
+    modules["transformer_engine.pytorch.constants"].TE_DType = {torch.bfloat16: "bf16"}
+    recipes = modules["transformer_engine.common.recipe"]
+    recipes.Format = SimpleNamespace(E4M3="e4m3", HYBRID="hybrid")
+    recipes.Float8CurrentScaling = lambda *, fp8_format: ("tensorwise", fp8_format)
+    recipes.Float8BlockScaling = lambda *, fp8_format: ("blockwise", fp8_format)
+    modules["transformer_engine_torch"].rmsnorm_fwd, modules["transformer_engine_torch"].rmsnorm_bwd = rmsnorm_fwd, rmsnorm_bwd
+    State.fp8, State.products_in_fp8 = False, 0
+    return package
