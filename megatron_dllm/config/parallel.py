@@ -21,6 +21,11 @@ class ParallelConfig:
     cp_comm_type_sliding: Literal["halo", "p2p", "all_gather", "a2a"] = flag(
         "The same in sliding layers; halo: only the keys go that a window reaches.", "halo"
     )
+    context_parallel_impl: Literal["local", "transformer_engine"] = flag(
+        "Whose attention over context-parallel ranks: ours, or that of the package Transformer Engine (on CUDA, with --bf16) in layers of "
+        "a head dimension of at most 256, where canvases get their keys by p2p.",
+        "local",
+    )
     pipeline_model_parallel_size: int = flag("Ranks that share the layers.", 1)
     pipeline_model_parallel_layout: str | None = flag(
         "Which stage has what: E embedding, t attention layer, g gated-delta layer, m multi-token prediction, L final norm and loss; | "

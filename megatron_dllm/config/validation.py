@@ -6,7 +6,15 @@ from dataclasses import MISSING, asdict, dataclass
 from typing import Any
 
 # The files of checks enter their rules into CHECKS.
-from megatron_dllm.config import checks_engine, checks_lora, checks_model, checks_moe, checks_pipeline, checks_run  # noqa: F401
+from megatron_dllm.config import (  # noqa: F401
+    checks_context,
+    checks_engine,
+    checks_lora,
+    checks_model,
+    checks_moe,
+    checks_pipeline,
+    checks_run,
+)
 from megatron_dllm.config.check import CHECKS
 from megatron_dllm.config.model import ModelConfig
 from megatron_dllm.config.model_source import contradictions
@@ -141,7 +149,8 @@ NEEDS = (
     Needs(("num_layers_per_virtual_pipeline_stage", "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
           "stages of equal size (--pipeline-model-parallel-layout says what they are)",
           lambda run: run.parallel.pipeline_model_parallel_layout is None),
-    Needs(("cp_comm_type", "cp_comm_type_sliding"), "--context-parallel-size above 1", lambda run: run.parallel.context_parallel_size > 1),
+    Needs(("cp_comm_type", "cp_comm_type_sliding", "context_parallel_impl"), "--context-parallel-size above 1",
+          lambda run: run.parallel.context_parallel_size > 1),
     Needs(("peak_tflops",), "--log-throughput", lambda run: run.logging.log_throughput),
     Needs(("wandb_exp_name",), "--wandb-project", lambda run: run.logging.wandb_project is not None),
     Needs(("save_interval", "save_best", "async_save", "save_retain_interval", "save_total_limit"), "--save",

@@ -6,5 +6,6 @@
     stationary  queries stay and keys come to them: halo, all_gather, p2p
     heads       tokens traded for heads and back: a2a
     replicated  keys stay and the few queries of canvases go to them
+    transformer_engine   the package's own context parallelism, in place of these where it can
     transfers   the exchanges, counted
 """

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..transformer.visibility import Visibility
+from ..transformer.visibility import CLEAN, Visibility
 from .layout import ContextSplit, SequenceLayout
 from .plan import Shards
 
@@ -21,8 +21,10 @@ class SharedMicrobatch:
     @classmethod
     def of(cls, visibility: Visibility, split: ContextSplit) -> SharedMicrobatch:
         """That of a first pass with this visibility."""
+        clean = visibility.canvas_id == CLEAN
         layout = SequenceLayout.of(
-            visibility.num_clean_keys, visibility.canvas_keys, ranks=split.size, whole_canvases=split.whole_canvases)
+            visibility.num_clean_keys, visibility.canvas_keys, ranks=split.size, whole_canvases=split.whole_canvases,
+            documents=np.unique(visibility.first_key[clean]) if split.by_package else None)
         return cls(split, layout)
 
     @property
@@ -53,5 +55,6 @@ class SharedMicrobatch:
     def _shards(self, held: Mapping[str, tuple], clean: tuple, canvas: tuple) -> dict[str, Shards] | None:
         if self.split.size == 1:
             return None
-        return {kind: Shards(held[kind], clean, canvas, self.split.whole_canvases, comm_type, self.split.rank)
-                for kind, comm_type in self.split.comm_types.items()}
+        split = self.split
+        return {kind: Shards(held[kind], clean, canvas, split.whole_canvases, comm_type, split.rank, package=kind in split.by_package)
+                for kind, comm_type in split.comm_types.items()}

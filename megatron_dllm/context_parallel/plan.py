@@ -20,7 +20,8 @@ from torch import Tensor
 from ..parallel import Group
 from ..transformer.core_attention import attention_plan
 from ..transformer.rows import Rows
-from ..transformer.visibility import Visibility
+from ..transformer.visibility import CLEAN, Visibility
+from . import transformer_engine
 from .heads import HeadsPlan
 from .partial import partial_plan
 from .replicated import ReplicatedPlan
@@ -37,6 +38,7 @@ class Shards:
     whole      canvases are on one rank each
     comm_type  how keys come to queries: halo, p2p, all_gather or a2a
     rank       ours
+    package    the attention is Transformer Engine's; documents are cut by `layout.zigzag_documents`
     """
 
     held: tuple[np.ndarray, ...]
@@ -45,6 +47,7 @@ class Shards:
     whole: bool
     comm_type: str
     rank: int
+    package: bool = False
 
 
 class Attending(Protocol):
@@ -87,14 +90,20 @@ def sharded_plan(visibility: Visibility, window: int | None, shards: Shards, dev
     num_clean = len(visibility.canvas_id) - len(visibility.canvas_keys)
     rank, seen = shards.rank, visibility.windowed(window)
     own_canvas = shards.canvas[rank]
+    assert not (shards.package and shards.whole), "Transformer Engine has a part of every canvas on every rank"
     queries = [np.concatenate([clean, num_clean + canvas]) if shards.whole else clean
                for clean, canvas in zip(shards.clean, shards.canvas, strict=True)]
     keys = [canvas if shards.whole else canvas[:0] for canvas in shards.canvas]
     stationary = replicated = None
-    if sum(map(len, queries)):
+    if sum(map(len, queries)) and shards.package:
+        stationary = package_plan(visibility, window, shards)
+    elif sum(map(len, queries)):
         build = {"halo": halo_plan, "all_gather": gather_plan, "p2p": ring_plan, "a2a": heads_plan}[shards.comm_type]
         stationary = build(visibility, window, Stationary(shards.held, tuple(queries), tuple(keys), rank), device)
-    if not shards.whole and sum(map(len, shards.canvas)):
+    if shards.package and sum(map(len, shards.canvas)):
+        parts = [seen_by(seen, num_clean + own_canvas, held, canvas) for held, canvas in zip(shards.held, shards.canvas, strict=True)]
+        replicated = transformer_engine.canvas_plan(parts, counts_of(shards.canvas), device)
+    elif not shards.whole and sum(map(len, shards.canvas)):
         everyone = num_clean + np.concatenate(shards.canvas)
         replicated = ReplicatedPlan(
             counts_of(shards.canvas), partial_plan(seen_by(seen, everyone, shards.held[rank], own_canvas), device))
@@ -129,6 +138,14 @@ def reached_keys(visibility: Visibility, window: int | None, queries: np.ndarray
     marks = np.zeros(len(visibility.canvas_id), bool)
     marks[queries] = True
     return visibility.windowed(window).kept_keys(marks)
+
+
+def package_plan(visibility: Visibility, window: int | None, shards: Shards) -> transformer_engine.CausalPlan:
+    """Transformer Engine's plan of the clean queries."""
+    own = shards.clean[shards.rank]
+    assert np.array_equal(own, shards.held[shards.rank]), "clean queries come with their keys, and no others"
+    starts = np.unique(visibility.first_key[visibility.canvas_id == CLEAN])
+    return transformer_engine.causal_plan(own, starts, visibility.num_clean_keys, window, shards.comm_type, len(shards.clean))
 
 
 def halo_plan(visibility: Visibility, window: int | None, parts: Stationary, device: torch.device) -> HaloPlan:

@@ -89,7 +89,7 @@ class BatchMaker:
             streams, model, dtype=self.loss_dtype, mtp_scale=objective.mtp_loss_scaling_factor,
             uniform_null=objective.self_conditioning_null == "uniform",
             leave_one_out=objective.diffusion_loss in ("loo", "reweighted-loo"), split=SequenceSplit.of(self.context),
-            context_split=ContextSplit.of(self.context, self.run.parallel, objective),
+            context_split=ContextSplit.of(self.context, self.run.parallel, objective, model),
             second_loop=together and plan.second_loop(number))
 
 

@@ -106,7 +106,7 @@ def make_inputs(case: PipelineCase, plan: BatchPlan, rank: int, number: int, con
         dropout=case.dropout)
     return microbatch_inputs(
         streams, config, dtype=torch.float64, split=SequenceSplit.of(context), context_split=ContextSplit.of(
-            context, ParallelConfig(context_parallel_size=context.cp.size), objective),
+            context, ParallelConfig(context_parallel_size=context.cp.size), objective, config),
         second_loop=max(context.pp.size, context.ep.size, context.etp.size) > 1 and plan.second_loop(number))
 
 

@@ -33,7 +33,7 @@ def gradients_of(model, config, context):
     streams = build_streams(chosen, tokens, ObjectiveConfig(), plan.denominators, vocab_size=config.vocab_size,
                             fill_token=config.fill_token_id)
     inputs = microbatch_inputs(streams, config, dtype=torch.float64, split=SequenceSplit.of(context),
-                               context_split=ContextSplit.of(context, parallel, ObjectiveConfig()))
+                               context_split=ContextSplit.of(context, parallel, ObjectiveConfig(), config))
     terms = model(inputs)
     terms.total.backward()
     return terms.total.detach(), {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}

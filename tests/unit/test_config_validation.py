@@ -18,6 +18,7 @@ LINEAR = ("linear",) * 5 + ("full",)
 GRAPHS = {"cuda_graph_impl": "local", "bf16": True}
 ENGINE = {"transformer_impl": "transformer_engine", "bf16": True}
 ENGINE_EXPERTS = ENGINE | {"moe_grouped_gemm_backend": "transformer_engine"}
+PACKAGE = {"context_parallel_impl": "transformer_engine", "context_parallel_size": 2, "bf16": True, "cp_comm_type_sliding": "all_gather"}
 WSD = {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 60}
 GOOD = parse(["--preset", "toy", "--train-iters", "100", "--data-path", "data.jsonl", "--global-batch-size", "24"])
 
@@ -65,6 +66,13 @@ CASES: list[tuple[str, dict, int, str]] = [
     ("canvas_over_ranks", {"context_parallel_size": 4, "canvas_length_schedule": "0:6,9:8"}, 4, "of 6 tokens does not divide over 4 ranks"),
     ("full_heads_for_tokens", A2A | {"context_parallel_size": 8}, 8, "4 query heads and 1 key heads of a full layer"),
     ("sliding_heads_for_tokens", {"context_parallel_size": 8, "cp_comm_type_sliding": "a2a"}, 8, "heads and 2 key heads of a sliding"),
+    ("package_computes_in_bf16_on_cuda", PACKAGE | {"bf16": False}, 2, "is for bf16 on CUDA devices; set --bf16 and a CUDA --device, or"),
+    ("package_computes_in_bf16_on_cuda", PACKAGE | {"device": "cpu"}, 2, "or --context-parallel-impl local"),
+    ("package_shares_canvases", PACKAGE | {"canvases_scored": "all"}, 2, "dealt out whole have no bias"),
+    ("package_takes_some_layers", PACKAGE | {"kv_channels": 512, "global_kv_channels": 512}, 2, "up to 256: no layer is its; set"),
+    ("package_windows", PACKAGE | {"cp_comm_type_sliding": "halo"}, 2, "set --cp-comm-type-sliding to all_gather or a2a"),
+    ("package_full_heads", PACKAGE | A2A, 2, "cannot deal 1 key heads over 2 ranks in exchange for tokens; set --cp-comm-type to all_gather"),
+    ("package_sliding_heads", PACKAGE | {"cp_comm_type_sliding": "a2a", "num_query_groups": 1}, 2, "set --cp-comm-type-sliding to all_gather"),
     ("batch_divides", {"micro_batch_size": 4}, 4, "of 4 on 4 data-parallel ranks; set --global-batch-size to a multiple of 16"),
     ("batch_divides", {"micro_batch_size": 25}, 1, "set --global-batch-size to a multiple of 25, such as 25."),
     ("one_duration", {"train_iters": None}, 1, "nothing says how long to train; set --train-iters, --train-samples or --num-epochs"),
@@ -83,10 +91,10 @@ CASES: list[tuple[str, dict, int, str]] = [
     ("graphs_need_attention", GRAPHS | {"layer_types": LINEAR}, 1, "linear layers are not recorded yet"),
     ("graphs_need_attention_kernels", GRAPHS | {"kv_channels": 24}, 1, "powers of two from 16 to 512 is recorded"),
     ("engine_computes_in_bf16", ENGINE | {"bf16": False}, 1, "used for bf16 alone: float32 and float64 are the oracle's; set --bf16, or"),
-    ("engine_runs_on_cuda", ENGINE | {"device": "cpu"}, 1, "its kernels run on CUDA devices; set --device cuda, or --transformer-impl"),
+    ("engine_runs_on_cuda", ENGINE | {"device": "cpu"}, 1, "its kernels run on CUDA devices; set --device cuda, or --transformer-impl local"),
     ("engine_is_not_recorded", ENGINE | {"cuda_graph_impl": "local"}, 1, "set --cuda-graph-impl none, or --transformer-impl local"),
     ("engine_groups_experts", ENGINE_EXPERTS | {"moe_grouped_gemm": False}, 1, "there is a loop over experts; set --moe-grouped-gemm, or"),
-    ("engine_reads_numbers_of_rows", ENGINE_EXPERTS | {"moe_max_tokens_per_rank": 9}, 1, "leave --moe-max-tokens-per-rank out, or set"),
+    ("engine_reads_numbers_of_rows", ENGINE_EXPERTS | {"moe_max_tokens_per_rank": 9}, 1, "leave --moe-max-tokens-per-rank out, or set --moe"),
     ("fp8_takes_linear_widths", ENGINE | {"fp8_format": "hybrid", "ffn_hidden_size": 48, "tensor_model_parallel_size": 2}, 2,
      "multiples of 16; a rank has of --ffn-hidden-size 24; change these widths"),
     ("fp8_takes_expert_widths", ENGINE_EXPERTS | {"fp8_format": "e4m3", "moe_ffn_hidden_size": 40}, 1, "has of --moe-ffn-hidden-size 40"),

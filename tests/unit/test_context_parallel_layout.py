@@ -2,7 +2,7 @@
 import numpy as np
 import pytest
 
-from megatron_dllm.config import ObjectiveConfig, ParallelConfig
+from megatron_dllm.config import PRESETS, ObjectiveConfig, ParallelConfig
 from megatron_dllm.context_parallel.layout import (
     ContextSplit,
     SequenceLayout,
@@ -91,5 +91,6 @@ def test_second_pass_numbers_the_chosen_canvases_alone():
 
 
 def test_split_of_a_run():
-    split = ContextSplit.of(ParallelContext.single(), ParallelConfig(cp_comm_type="a2a"), ObjectiveConfig(canvases_scored="all"))
+    split = ContextSplit.of(
+        ParallelContext.single(), ParallelConfig(cp_comm_type="a2a"), ObjectiveConfig(canvases_scored="all"), PRESETS["toy"])
     assert split == ContextSplit(0, 1, True, {"sliding": "halo", "full": "a2a"})
