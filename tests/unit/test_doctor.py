@@ -116,7 +116,7 @@ def test_the_worst_of_the_ranks_counts():
 
 def test_refusals_are_those_of_the_flags_alone():
     assert refusal(CPU, ["--bf16"]) is None
-    assert "not available yet" in refusal(CPU, ["--gdn-kernel-backend", "fla"], ["--layer-types", "linear*5,full"])
+    assert "compute in bf16" in refusal(CPU, ["--gdn-kernel-backend", "fla"], ["--layer-types", "linear*5,full"])
     from megatron_dllm.config import PRESETS
     by_name = {row.cells[1].split()[1]: row.verdict for row in dispatcher_rows(PRESETS["toy"], CPU)}
     assert by_name == {"allgather": "taken", "alltoall": "taken", "deepep": "refused", "hybridep": "refused"}
@@ -124,7 +124,7 @@ def test_refusals_are_those_of_the_flags_alone():
 
 def test_every_kernel_is_named_without_cuda():
     tried = list(trials(CPU))
-    assert all(("Triton" in trial.implementation) == (trial.absent is not None) for trial in tried)
+    assert all(("Triton" in trial.implementation or trial.optional) == (trial.absent is not None) for trial in tried)
 
 
 @pytest.mark.parametrize("factor, verdict", [(1.0, OK), (1.001, FAILED)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -18,12 +19,14 @@ from megatron_dllm.parallel import Group, ParallelContext
 from megatron_dllm.tensor_parallel import Initializer
 from megatron_dllm.training.algorithms import BACKENDS
 from megatron_dllm.training.determinism import obstacles
+from megatron_dllm.transformer.gated_delta_fla import check_fla
 
-from .report import REFUSED, TAKEN, Row, Section
+from .report import REFUSED, TAKEN, Row, Section, outcome_of
 
 PRESET = "diffusiongemma-26b-a4b"
 DTYPES = (("--bf16", torch.bfloat16), ("(fp32)", torch.float32))
 IN_TORCH, BY_KERNEL = "plain torch", "Triton kernel"
+GATED_DELTA = {"torch": "chunks in plain torch", "fla": "kernels of flash-linear-attention"}
 BACKEND_NAMES = {"looped_linear": "loop over experts", "grouped_linear": "torch's grouped_mm", "grouped_mlp": "Triton grouped kernels"}
 
 
@@ -42,10 +45,13 @@ def attention_rows(config: ModelConfig, device: torch.device) -> Iterator[Row]:
             probe = torch.empty(1, 1, size, device=device, dtype=dtype)
             taken = takes_attention(probe, probe, probe)
             yield Row(TAKEN, (f"attention, {kind}, head {size}", flag, "Triton kernels" if taken else "work groups by torch's SDPA"))
-    for backend in ("torch", "fla"):
-        flag = f"--gdn-kernel-backend {backend}"
+    for backend in GATED_DELTA:
+        flag = f"--gdn-kernel-backend {backend}{' --bf16' if backend == 'fla' else ''}"
         refused = refusal(device, flag.split(), ["--layer-types", "linear*5,full"])
-        yield Row(REFUSED if refused else TAKEN, ("linear (gated delta net)", flag, refused or "chunks in plain torch"))
+        if refused is None and backend == "fla":
+            found = outcome_of(partial(check_fla, device))
+            refused = found.first_line if found.error else None
+        yield Row(REFUSED if refused else TAKEN, ("linear (gated delta net)", flag, refused or GATED_DELTA[backend]))
 
 
 def expert_rows(config: ModelConfig, device: torch.device) -> Iterator[Row]:

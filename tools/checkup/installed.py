@@ -82,7 +82,7 @@ def _driver() -> str:
 
 def _nvlinks(count: int) -> str:
     """Links between GPUs, as torch's symmetric memory finds them."""
-    found = outcome_of(lambda: torch._C._distributed_c10d._detect_dma_connectivity("cuda", "nvlink").matrix)
+    found = outcome_of(lambda: torch._C._distributed_c10d._detect_dma_connectivity(torch.autograd.DeviceType.CUDA, "nvlink").matrix)
     if found.error:
         return f"torch cannot tell ({found.first_line})"
     pairs = {found.value[a][b] for a in range(count) for b in range(count) if a != b}

@@ -15,10 +15,13 @@ from megatron_dllm.moe import experts, permute, router
 from megatron_dllm.transformer import hyper_connection, norms, residual, rotary
 from megatron_dllm.transformer.activations import gated_gelu
 from megatron_dllm.transformer.core_attention import attend, attend_dense, attention_plan
+from megatron_dllm.transformer.gated_delta_fla import FlaGatedDelta, check_fla
+from megatron_dllm.transformer.gated_delta_plan import NOTHING, Runs, gated_delta_plan
 from megatron_dllm.transformer.gated_delta_rule import Level, chunked_gated_delta_rule
 from megatron_dllm.transformer.gated_delta_rule_reference import recurrent_gated_delta_rule
 from megatron_dllm.transformer.visibility import CLEAN, Visibility
 
+from .report import outcome_of
 from .trials import Function, Trial, compared, numbers
 
 EPS = 1e-6
@@ -81,8 +84,8 @@ def attention_trials(device: torch.device) -> Iterator[Trial]:
 
 
 def gated_delta_trials(device: torch.device) -> Iterator[Trial]:
-    """Two chunks of a sequence; the oracle is a loop over its tokens."""
-    length, heads, size = 24, 2, 16
+    """Two chunks of a sequence, and the whole of it in bf16 where it is a package's; the oracle is a loop over its tokens."""
+    length, heads, size = 24, 2, 64
 
     def rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
         first = torch.zeros(1, dtype=torch.int64, device=query.device)
@@ -94,12 +97,24 @@ def gated_delta_trials(device: torch.device) -> Iterator[Trial]:
     def loop(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
         return recurrent_gated_delta_rule(query, key, value, decay, beta, query.new_zeros(heads, size, size))
 
-    def inputs() -> list[Tensor]:
+    def fla(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+        plan = gated_delta_plan(Runs((length,), (NOTHING,), kept=(1,)), 4, device)
+        start = torch.zeros(1, heads, size, size, device=device)
+        outputs, states = FlaGatedDelta(chunk_gated_delta_rule)(query, key, value, decay, beta, start, plan)
+        return outputs, states[0]
+
+    def inputs(dtype: torch.dtype) -> list[Tensor]:
         q, k, v = (numbers(length, heads, size, device=device, dtype=torch.float32, seed=n, grad=False) for n in range(3))
         decay, beta = (numbers(length, heads, device=device, dtype=torch.float32, seed=n, grad=False) for n in range(2))
-        return [x.requires_grad_() for x in (F.normalize(q, dim=-1), F.normalize(k, dim=-1), v, -F.softplus(decay), beta.sigmoid())]
+        rows = (x.to(dtype) for x in (F.normalize(q, dim=-1), F.normalize(k, dim=-1), v))
+        return [x.requires_grad_() for x in (*rows, -F.softplus(decay), beta.sigmoid())]
 
-    yield Trial("gated delta rule", "torch: chunks", lambda: compared(rule, loop, inputs()))
+    yield Trial("gated delta rule", "torch: chunks", lambda: compared(rule, loop, inputs(torch.float32)))
+    refused = outcome_of(partial(check_fla, device, (size,)))
+    absent = refused.first_line.partition("fla: ")[2] if refused.error else None
+    yield Trial("gated delta rule", "flash-linear-attention", lambda: compared(fla, loop, inputs(torch.bfloat16)), absent, optional=True)
 
 
 def row_trials(device: torch.device) -> Iterator[Trial]:
