@@ -4,6 +4,7 @@ import math
 
 from megatron_dllm.config.check import Fault, check, listed
 from megatron_dllm.config.data import DataConfig
+from megatron_dllm.config.moe import dispatcher_in_use
 
 
 @check("world_size", "tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size",
@@ -240,19 +241,28 @@ def graphs_need_grouped_products(impl: str, bf16: bool, grouped: bool) -> Fault 
     )
 
 
-@check("cuda_graph_impl", "moe_token_dispatcher_type")
-def graphs_need_alltoall(impl: str, dispatcher: str) -> Fault | None:
-    if impl == "none" or dispatcher == "alltoall":
+@check("cuda_graph_impl", "moe_token_dispatcher_type", "moe_flex_dispatcher_backend")
+def graphs_need_known_rooms(impl: str, kind: str, backend: str | None) -> Fault | None:
+    if impl == "none" or dispatcher_in_use(kind, backend) in ("alltoall", "deepep"):
         return None
-    return Fault("its dispatch reads sizes on the host", "set --moe-token-dispatcher-type alltoall, or --cuda-graph-impl none", NO_GRAPHS)
+    return Fault("its dispatch reads numbers of rows on the host",
+                 "set --moe-token-dispatcher-type to alltoall or deepep, or --cuda-graph-impl none", NO_GRAPHS)  # fmt: skip
 
 
-@check("cuda_graph_impl", "tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size",
-       "expert_model_parallel_size", "expert_tensor_parallel_size")  # fmt: skip
-def graphs_need_whole_models(impl: str, *sizes: int) -> Fault | None:
+@check("cuda_graph_impl", "moe_max_tokens_per_rank", "expert_model_parallel_size", "expert_tensor_parallel_size")
+def graphs_need_bounded_dispatch(impl: str, bound: int | None, *sizes: int) -> Fault | None:
+    if impl == "none" or bound is not None or max(sizes) == 1:
+        return None
+    return Fault("over several ranks the host waits in every dispatch for its numbers of rows, unless there is room for the most",
+                 "set --moe-max-tokens-per-rank, or --cuda-graph-impl none", NO_GRAPHS)  # fmt: skip
+
+
+@check("cuda_graph_impl", "tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
+def graphs_need_whole_layers(impl: str, *sizes: int) -> Fault | None:
     if impl == "none" or max(sizes) == 1:
         return None
-    return Fault("exchanges inside of a microbatch are not recorded (data parallelism has none)", "set --cuda-graph-impl none", NO_GRAPHS)
+    return Fault("of the exchanges within a microbatch only those that bring tokens to experts are recorded",
+                 "set --cuda-graph-impl none", NO_GRAPHS)  # fmt: skip
 
 
 @check("cuda_graph_impl", "world_size", "moe_aux_loss_coeff")
@@ -262,17 +272,6 @@ def graphs_need_own_balance(impl: str, world_size: int, coefficient: float) -> F
     return Fault(
         "the loss needs the experts' load on all ranks in the middle of a microbatch, and exchanges are not recorded",
         "set --moe-aux-loss-coeff 0 (--moe-router-enable-expert-bias balances without an exchange there), or --cuda-graph-impl none",
-        NO_GRAPHS,
-    )
-
-
-@check("cuda_graph_impl", "recompute_granularity")
-def graphs_keep_activations(impl: str, granularity: str | None) -> Fault | None:
-    if impl == "none" or granularity is None:
-        return None
-    return Fault(
-        "what a recompute replays is counted and checked on the host, which has no part in a recorded microbatch",
-        "leave --recompute-granularity out, or set --cuda-graph-impl none",
         NO_GRAPHS,
     )
 

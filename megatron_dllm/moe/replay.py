@@ -67,6 +67,15 @@ class ReplayReport:
             raise ReplayError(f"rank {rank}: stopping, because a routing record changed on rank {faulty}, whose message says more")
 
 
+@dataclass(frozen=True)
+class ReplayNotes:
+    """Of some recomputes: dispatches replayed, dispatches made anew; by layer whether a record had changed, bool [] on the device."""
+
+    hits: int = 0
+    misses: int = 0
+    differs: dict[str, Tensor] = field(default_factory=dict)
+
+
 @dataclass
 class ReplayMonitor:
     """Adds up over all calls of a model; `report` once a step. Safe to use from several threads."""
@@ -78,22 +87,31 @@ class ReplayMonitor:
 
     def note_hit(self, layer: str, differs: Tensor) -> None:
         """A replay; `differs` bool [] stays on the device until the report."""
-        with self._lock:
-            self._hits += 1
-            self._differs[layer] = differs | self._differs[layer] if layer in self._differs else differs
+        self.note(ReplayNotes(hits=1, differs={layer: differs}))
 
     def note_miss(self) -> None:
         """A recompute that dispatched anew."""
+        self.note(ReplayNotes(misses=1))
+
+    def drain(self) -> ReplayNotes:
+        """What was noted since the last call, for `note` here or later; the device is not waited for."""
         with self._lock:
-            self._misses += 1
+            notes = ReplayNotes(self._hits, self._misses, self._differs)
+            self._hits, self._misses, self._differs = 0, 0, {}
+        return notes
+
+    def note(self, notes: ReplayNotes) -> None:
+        """Add what a `drain` gave, as if it happened again."""
+        with self._lock:
+            self._hits, self._misses = self._hits + notes.hits, self._misses + notes.misses
+            for layer, differs in notes.differs.items():
+                self._differs[layer] = differs | self._differs[layer] if layer in self._differs else differs
 
     def report(self) -> ReplayReport:
         """What was noted since the last call. Reads the device once if anything was replayed."""
-        with self._lock:
-            hits, misses, differs = self._hits, self._misses, self._differs
-            self._hits, self._misses, self._differs = 0, 0, {}
-        flags = torch.stack(list(differs.values())).tolist() if differs else []
-        return ReplayReport(hits, misses, tuple(layer for layer, changed in zip(differs, flags, strict=True) if changed))
+        notes = self.drain()
+        flags = torch.stack(list(notes.differs.values())).tolist() if notes.differs else []
+        return ReplayReport(notes.hits, notes.misses, tuple(layer for layer, changed in zip(notes.differs, flags, strict=True) if changed))
 
 
 class Call:

@@ -9,7 +9,7 @@ from .collectives import (
     sum_grad_over,
     sum_over,
 )
-from .context import CommunicationLog, Group, ParallelContext
+from .context import CommunicationLog, Group, ParallelContext, Sent
 from .initialize import close, create_context, initialize
 from .main_gradient import MainGradient
 from .placement import Placement, place
@@ -22,6 +22,7 @@ __all__ = [
     "MainGradient",
     "ParallelContext",
     "Placement",
+    "Sent",
     "Topology",
     "Watchdog",
     "all_to_all",

@@ -10,6 +10,14 @@ import torch
 from torch.distributed import ProcessGroup
 
 
+@dataclass(frozen=True)
+class Sent:
+    """Calls and bytes by (kind, group), as the log counts them."""
+
+    calls: dict[tuple[str, str], int] = field(default_factory=dict)
+    sent_bytes: dict[tuple[str, str], int] = field(default_factory=dict)
+
+
 @dataclass
 class CommunicationLog:
     """What this rank has sent: calls and bytes by (kind, group), counted in the call itself; and what is under way.
@@ -46,6 +54,17 @@ class CommunicationLog:
         """Start counting anew."""
         self.calls.clear()
         self.sent_bytes.clear()
+
+    def drain(self) -> Sent:
+        """What was counted since the last `clear` or `drain`, for `add` here or later."""
+        sent = Sent(dict(self.calls), dict(self.sent_bytes))
+        self.clear()
+        return sent
+
+    def add(self, sent: Sent) -> None:
+        """Count what a `drain` gave, as if it was sent again: a recording's calls, when it is replayed."""
+        self.calls.update(sent.calls)
+        self.sent_bytes.update(sent.sent_bytes)
 
 
 @dataclass(frozen=True)

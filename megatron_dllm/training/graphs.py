@@ -3,11 +3,16 @@
 A step of few tokens is bound by the host, which starts some thousand kernels one by one. Recorded once, they are started again together
 ("replayed"), on the same memory: so inputs are copied to where the recording read them, gradients go to the buckets as recorded, and what
 the microbatch gives is copied away from where it was written. Everything that is not a number in a device tensor is part of the recording;
-`form_of` a microbatch is what decides which recording fits.
+`form_of` a microbatch is what decides which recording fits. What the host notes meanwhile (routing, what recomputes replayed, what was
+sent) is part of the result, and noted again with each replay.
+
+Ranks that exchange within a microbatch must all call, all record or all replay it, and replay what was recorded together: NCCL asks for
+it. So a recording belongs to the forms of all of them, which they tell each other once a step.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,17 +26,29 @@ from ..kernels.graphs import CudaRecorder, Recorder, Recording
 from ..kernels.launch import has_large_shared_memory
 from ..models.diffusion_gemma.model import DiffusionGemma
 from ..moe.balance import RoutingFigures
+from ..moe.replay import ReplayNotes
+from ..parallel import Group, Sent, communication
 
 ALIGNMENT = 256  # bytes: kernels are compiled for aligned pointers, and those of an allocator are
 
 
 @dataclass(frozen=True)
-class MicrobatchResult:
-    """Losses, and what routers noted by layer: their figures, and their experts' load where a bias follows it."""
+class MicrobatchNotes:
+    """What is noted beside the losses: by layer routers' figures and, where a bias follows it, their experts' load; what recomputes
+    replayed; what was sent to other ranks."""
 
-    terms: LossTerms
     figures: dict[str, RoutingFigures]
     loads: dict[str, Tensor]
+    replays: ReplayNotes
+    sent: Sent
+
+
+@dataclass(frozen=True)
+class MicrobatchResult:
+    """Losses and notes."""
+
+    terms: LossTerms
+    notes: MicrobatchNotes
 
 
 class StaticInputs:
@@ -93,48 +110,56 @@ class GraphedMicrobatches:
     run      forward and backward of inputs on the device; the gradients are left where the same address is meant each time
     note     takes what a microbatch gave beside its losses
     limit    recordings held at most; further forms stay ordinary calls
+    peers    with whom `run` exchanges anything; they have as many microbatches
     message  told of every recording
     """
 
-    def __init__(self, run: Callable[[MicrobatchInputs], MicrobatchResult], note: Callable[[MicrobatchResult], None], recorder: Recorder, *,
-                 device: torch.device, limit: int, message: Callable[[str], None] = lambda text: None):
+    def __init__(self, run: Callable[[MicrobatchInputs], MicrobatchResult], note: Callable[[MicrobatchNotes], None], recorder: Recorder, *,
+                 device: torch.device, limit: int, peers: Sequence[Group] = (), message: Callable[[str], None] = lambda text: None):
         self.run, self.note, self.recorder, self.device = run, note, recorder, device
-        self.limit, self.message = limit, message
+        self.limit, self.peers, self.message = limit, peers, message
         self._seen: set[int] = set()  # hashes: a long run meets more forms than memory should hold
         self._held: dict[Hashable, tuple[StaticInputs, Recording]] = {}
         self._counts, self._num_eager = GraphCounts(), 0
 
     def __call__(self, inputs: MicrobatchInputs) -> LossTerms:
-        """The losses of a microbatch, whose gradients are added to the buckets' when the device gets there."""
-        form = form_of(inputs)
-        if form not in self._held:
-            if len(self._held) >= self.limit or hash(form) not in self._seen:
-                return self._eager(form, inputs)
-            self._record(form, inputs)
-        static, recording = self._held[form]
+        """The losses of one microbatch, as `each` gives them."""
+        return self.each([inputs])[0]
+
+    def each(self, microbatches: Sequence[MicrobatchInputs]) -> list[LossTerms]:
+        """The losses of each microbatch, whose gradients are added to the buckets' when the device gets there."""
+        keys = joint_forms([form_of(inputs) for inputs in microbatches], self.peers, self.device)
+        return [self._one(key, inputs) for key, inputs in zip(keys, microbatches, strict=True)]
+
+    def _one(self, key: Hashable, inputs: MicrobatchInputs) -> LossTerms:
+        if key not in self._held:
+            if len(self._held) >= self.limit or hash(key) not in self._seen:
+                return self._eager(key, inputs)
+            self._record(key, inputs)
+        static, recording = self._held[key]
         static.load(inputs)
         recording.replay()
         self._counts.replayed += 1
         result = copied(recording.result)
-        self.note(result)
+        self.note(result.notes)
         return result.terms
 
-    def _eager(self, form: Hashable, inputs: MicrobatchInputs) -> LossTerms:
+    def _eager(self, key: Hashable, inputs: MicrobatchInputs) -> LossTerms:
         self._counts.eager, self._num_eager = self._counts.eager + 1, self._num_eager + 1
         if len(self._held) < self.limit:
-            self._seen.add(hash(form))
+            self._seen.add(hash(key))
         if self._num_eager & (self._num_eager - 1) == 0:  # 1, 2, 4, 8, ...: often enough to be seen, never a flood
             self.message(f"{self._num_eager} microbatches without a CUDA graph until now, {len(self._held)} graphs held (of at most "
                          f"{self.limit}, --cuda-graph-limit): the first of each form, and those of forms beyond the limit")
         there = on_device(inputs, self.device)
         result = self.recorder.warm_up(lambda: self.run(there))
-        self.note(result)
+        self.note(result.notes)
         return result.terms
 
-    def _record(self, form: Hashable, inputs: MicrobatchInputs) -> None:
+    def _record(self, key: Hashable, inputs: MicrobatchInputs) -> None:
         static = StaticInputs(inputs, self.device)
         static.load(inputs)
-        self._held[form] = static, self.recorder.record(lambda: self.run(static.inputs))
+        self._held[key] = static, self.recorder.record(lambda: self.run(static.inputs))
         self._counts.recorded += 1
         passes = [inputs.first_pass, *([] if inputs.second_pass is None else [inputs.second_pass])]
         self.message(f"CUDA graph {len(self._held)} of at most {self.limit} (--cuda-graph-limit): passes of "
@@ -147,24 +172,39 @@ class GraphedMicrobatches:
         return counts
 
 
+def joint_forms(forms: Sequence[Hashable], peers: Sequence[Group], device: torch.device) -> list[Hashable]:
+    """For each microbatch its form and, where there are peers, the forms that they have for theirs, by hashes; equal for two microbatches
+    on one rank where it is on all. Collective; the host waits for it, so it is called once for all microbatches of a step."""
+    if all(group.size == 1 for group in peers):
+        return list(forms)
+    hashes = torch.tensor([hash(form) for form in forms], device=device)[None]
+    for group in peers:
+        hashes = communication.all_gather(hashes, group)
+    return [(form, of_all) for form, of_all in zip(forms, map(tuple, hashes.T.tolist()), strict=True)]
+
+
 def copied(result: Any) -> Any:
     """`result` with its tensors copied to memory of their own, a launch a dtype."""
     sources = tensors_of(result)
     copies = [torch.empty_like(tensor) for tensor in sources]
-    torch._foreach_copy_(copies, sources)
+    of_dtype = defaultdict(list)
+    for pair in zip(copies, sources, strict=True):
+        of_dtype[pair[1].dtype].append(pair)
+    for pairs in of_dtype.values():
+        torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
     remaining = iter(copies)
     return map_tensors(result, lambda _: next(remaining))
 
 
 def forward_backward_of(model: DiffusionGemma) -> Callable[[MicrobatchInputs], MicrobatchResult]:
-    """The function that runs a microbatch and gives what it made, the routers' notes taken out of the model."""
+    """The function that runs a microbatch and gives what it made, its notes taken out of the model."""
 
     def run(inputs: MicrobatchInputs) -> MicrobatchResult:
-        before, loads_before = model.routing.drain(), _take_loads(model)
+        before = drain(model)
         terms = model(inputs)
         terms.total.backward()
-        result = MicrobatchResult(terms.detach(), model.routing.drain(), _take_loads(model))
-        _note(model, MicrobatchResult(terms, before, loads_before))
+        result = MicrobatchResult(terms.detach(), drain(model))
+        note(model, before)
         return result
 
     return run
@@ -178,22 +218,26 @@ def graphed(model: DiffusionGemma, *, limit: int, message: Callable[[str], None]
     if not has_large_shared_memory(device):
         raise ValueError("--cuda-graph-impl local: without the kernels for sm_90 and sm_100, attention is cut by the lengths of the batch, "
                          "which the host reads; set --cuda-graph-impl none")
-    return GraphedMicrobatches(forward_backward_of(model), lambda result: _note(model, result), CudaRecorder(device), device=device,
-                               limit=limit, message=message)
+    return GraphedMicrobatches(forward_backward_of(model), lambda notes: note(model, notes), CudaRecorder(device), device=device,
+                               limit=limit, peers=(model.context.ep, model.context.etp), message=message)
 
 
-def _note(model: DiffusionGemma, result: MicrobatchResult) -> None:
-    for layer, figures in result.figures.items():
-        model.routing.note(layer, figures)
-    for number, load in result.loads.items():
-        bias = model.layers[number].moe.router.bias
-        bias.load = load if bias.load is None else bias.load + load
-
-
-def _take_loads(model: DiffusionGemma) -> dict[str, Tensor]:
+def drain(model: DiffusionGemma) -> MicrobatchNotes:
+    """What was noted since the last call, taken out of the model."""
     loads = {}
     for number, block in model.layers.items():
         bias = block.moe.router.bias
         if bias is not None and bias.load is not None:
             loads[number], bias.load = bias.load, None
-    return loads
+    return MicrobatchNotes(model.routing.drain(), loads, model.recompute.monitor.drain(), model.context.log.drain())
+
+
+def note(model: DiffusionGemma, notes: MicrobatchNotes) -> None:
+    """Add what a `drain` gave to what the model has noted."""
+    for layer, figures in notes.figures.items():
+        model.routing.note(layer, figures)
+    for number, load in notes.loads.items():
+        bias = model.layers[number].moe.router.bias
+        bias.load = load if bias.load is None else bias.load + load
+    model.recompute.monitor.note(notes.replays)
+    model.context.log.add(notes.sent)

@@ -74,7 +74,7 @@ def forward_backward(model: DiffusionGemma, optimizer: MasterOptimizer, microbat
         # A parameter has several backwards a microbatch here (two loops, head and embedding), so that none of them is the last.
         optimizer.buckets.last_microbatch()
     elif graphs is not None:
-        total = functools.reduce(operator.add, map(graphs, microbatches))
+        total = functools.reduce(operator.add, graphs.each(microbatches))
         # A recording serves every microbatch, so that none of them can be the last.
         optimizer.buckets.last_microbatch()
     else:

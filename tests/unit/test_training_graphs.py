@@ -11,15 +11,17 @@ from megatron_dllm.config import PRESETS, ModelConfig, MoEConfig, ObjectiveConfi
 from megatron_dllm.diffusion.inputs import _filled_up, to_device
 from megatron_dllm.diffusion.nested import form_of, map_tensors, tensors_of
 from megatron_dllm.models.diffusion_gemma.model import DiffusionGemma
+from megatron_dllm.moe import replay
+from megatron_dllm.moe.replay import ReplayReport
 from megatron_dllm.parallel import ParallelContext
 from megatron_dllm.tensor_parallel.initialization import Initializer
 from megatron_dllm.training.graphs import (
     GraphedMicrobatches,
     Recording,
     StaticInputs,
-    _note,
     forward_backward_of,
     graphed,
+    note,
     on_device,
 )
 from megatron_dllm.training.optimizer import MasterOptimizer
@@ -73,7 +75,7 @@ def reshuffled(inputs, seed: int, config: ModelConfig = CONFIG):
 def runner(model, optimizer, limit=8, message=lambda text: None):
     recorder = Rerun()
     recorder.untouched = tuple(bucket.gradients for bucket in optimizer.buckets.buckets)
-    return recorder, GraphedMicrobatches(forward_backward_of(model), lambda result: _note(model, result), recorder, device=CPU, limit=limit,
+    return recorder, GraphedMicrobatches(forward_backward_of(model), lambda notes: note(model, notes), recorder, device=CPU, limit=limit,
                                          message=message)
 
 
@@ -82,8 +84,9 @@ def one_form(count: int):
     return [reshuffled(inputs, seed) for seed in range(count)]
 
 
-def test_steps_with_graphs_are_bit_equal_to_steps_without():
-    plain, model = toy_model(), toy_model()
+@pytest.mark.parametrize("recompute", [(), ("block",), ("moe", "mlp")], ids=["none", "full", "selective"])
+def test_steps_with_graphs_are_bit_equal_to_steps_without(recompute):
+    plain, model = (toy_model(recompute=frozenset(recompute)) for _ in range(2))
     optimizers = [MasterOptimizer(m, OptimizerConfig(lr=1e-2), m.context) for m in (plain, model)]
     recorder, graphs = runner(model, optimizers[1])
     for step in range(3):
@@ -91,6 +94,8 @@ def test_steps_with_graphs_are_bit_equal_to_steps_without():
         expected = train_step(plain, optimizers[0], batch, 1e-2)
         got = train_step(model, optimizers[1], batch, 1e-2, graphs=graphs)
         assert got.loss == expected.loss and got.grad_norm == expected.grad_norm
+        # Three layers, two passes, two microbatches.
+        assert got.replay == expected.replay and (not recompute or got.replay == ReplayReport(12, 0, ()))
         assert all(torch.equal(a, b) for a, b in zip(tensors_of(got.terms), tensors_of(expected.terms), strict=True))
     assert (recorder.warm_ups, recorder.records, recorder.replays) == (1, 1, 5)
     for (name, a), (_, b) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
@@ -98,6 +103,30 @@ def test_steps_with_graphs_are_bit_equal_to_steps_without():
     expected, got = plain.routing.drain(), model.routing.drain()
     assert list(expected) == list(got)
     assert all(torch.equal(a, b) for a, b in zip(tensors_of(got), tensors_of(expected), strict=True))
+
+
+def test_a_replay_notes_what_was_noted_when_it_was_recorded(monkeypatch):
+    """What recomputes replayed and what was sent; a record that changed on the device, in the replay in which it did and in no other."""
+    model = toy_model(recompute=frozenset(["block"]))
+    optimizer = MasterOptimizer(model, OptimizerConfig(), model.context)
+    _, graphs = runner(model, optimizer)
+    exact, made = replay.fingerprint, []
+
+    def fingerprint(indices):
+        # A run of the function has 6 forwards and 6 recomputes. The fourth of these runs is the second replay.
+        made.append(len(made) == 3 * 12 + 6)
+        return exact(indices) + made[-1]
+
+    monkeypatch.setattr(replay, "fingerprint", fingerprint)
+    model.layers["1"].register_forward_pre_hook(lambda *_: model.context.log.start("all_gather", "ep", 5, "") and None)
+    model.context.log.start("all_gather", "ep", 7, "")  # not the microbatch's
+    inputs, reports = one_form(1)[0], []
+    for _ in range(4):
+        graphs(inputs)
+        reports.append(model.recompute.monitor.report())
+    assert [(report.hits, report.misses, report.corrupted) for report in reports] == [
+        (6, 0, ()), (6, 0, ()), (6, 0, ("layers.2",)), (6, 0, ())]
+    assert len(made) == 5 * 12 and model.context.log.total() == (1 + 4 * 2, 7 + 4 * 2 * 5)
 
 
 def test_results_survive_the_next_replay():

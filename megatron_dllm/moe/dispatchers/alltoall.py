@@ -1,9 +1,8 @@
 """The default: each row goes to the rank of its expert and back, by all-to-all over ep; over etp rows are gathered, results summed.
 
-The host waits for the numbers of rows that go to each rank, unless `max_tokens` bounds a rank's tokens: then each rank sends to each other
-as many rows as all its choices could be, most of them fill, and only the device knows the numbers.
+The host waits for the numbers of rows that go to each rank; `roomy` is what stands in for this where it must not.
 
-Legend: as in `interface`; M rows that arrive (over all etp ranks), a etp rank, b ep rank, F rows sent to each rank with fill.
+Legend: as in `interface`; M rows that arrive (over all etp ranks), a etp rank, b ep rank.
 """
 from __future__ import annotations
 
@@ -34,7 +33,8 @@ class AllToAllPlan:
 
 
 class AllToAllDispatcher:
-    """See the module's docstring. Without ranks to share experts with, nothing is sent and the host waits for nothing."""
+    """See the module's docstring. Without ranks to share experts with, nothing is sent and the host waits for nothing; `max_tokens` is then
+    all the same what the flags allow."""
 
     def __init__(self, context: ParallelContext, num_experts: int, max_tokens: int | None = None):
         self.ep, self.etp, self.num_experts, self.max_tokens = context.ep, context.etp, num_experts, max_tokens
@@ -46,13 +46,7 @@ class AllToAllDispatcher:
         if self.ep.size == self.etp.size == 1:
             rows = (len(permutation.slot),)
             return AllToAllPlan(permutation, rows, rows, rows, None, permutation.counts)
-        layout = exchange_layout(permutation.counts, self.ep, self.etp)
-        if self.max_tokens is not None:
-            return self._filled(indices, permutation, layout, self.max_tokens * indices.shape[1])
-        return self._exact(indices, permutation, layout.cpu())
-
-    def _exact(self, indices: Tensor, permutation: Permutation, layout: Tensor) -> AllToAllPlan:
-        """The plan of a layout on the host."""
+        layout = exchange_layout(permutation.counts, self.ep, self.etp).cpu()
         first = self.ep.rank * self.num_local
         here = layout[:, :, first:first + self.num_local]
         send = layout[self.etp.rank, self.ep.rank].view(self.ep.size, self.num_local).sum(1)
@@ -62,22 +56,6 @@ class AllToAllDispatcher:
         order = RowOrder.sorting(experts.repeat_interleave(chunks, output_size=int(gathered.sum())))
         return AllToAllPlan(permutation, tuple(send.tolist()), tuple(receive.tolist()), tuple(gathered.tolist()), order,
                             here.sum((0, 1)).to(indices.device))
-
-    def _filled(self, indices: Tensor, permutation: Permutation, layout: Tensor, fill: int) -> AllToAllPlan:
-        """The plan of a layout on the device, F = `fill` rows for each rank. What the fill holds is read by nobody."""
-        ranks, first = self.ep.size, self.ep.rank * self.num_local
-        # The rows of rank r, sorted by expert, move from where they start among ours to r * F.
-        starts = layout[self.etp.rank, self.ep.rank].view(ranks, self.num_local).sum(1).cumsum(0)[:-1]
-        starts = torch.cat([starts.new_zeros(1), starts])
-        shift = torch.arange(ranks, device=indices.device) * fill - starts
-        row = permutation.row + shift[indices // self.num_local]
-        slot = permutation.slot.new_zeros(ranks * fill).scatter_(0, row.flatten(), torch.arange(row.numel(), device=row.device))
-        sent = Permutation(slot, row, permutation.counts, is_partial=True)
-        here = layout[:, :, first:first + self.num_local]
-        place = torch.arange(fill, device=indices.device).expand(*here.shape[:2], fill)
-        expert = torch.searchsorted(here.cumsum(2), place.contiguous(), right=True)  # L for fill, which thereby comes last
-        equal = (fill,) * ranks
-        return AllToAllPlan(sent, equal, equal, (ranks * fill,) * self.etp.size, RowOrder.sorting(expert.flatten()), here.sum((0, 1)))
 
     def trip(self, plan: AllToAllPlan, weights: Tensor) -> AllToAllTrip:
         return AllToAllTrip(self, plan, weights)

@@ -10,6 +10,7 @@ from .alltoall import AllToAllDispatcher
 from .deepep import DeepEPDispatcher, check_use, import_package
 from .hybridep import HybridEPDispatcher
 from .interface import Dispatcher
+from .roomy import RoomyDispatcher
 
 # --moe-token-dispatcher-type: class. Those of the second table take deep_ep and find in it the class named.
 PLAIN = {"allgather": AllGatherDispatcher, "alltoall": AllToAllDispatcher}
@@ -21,6 +22,8 @@ def build_dispatcher(moe: MoEConfig, context: ParallelContext, config: ModelConf
     name = moe.dispatcher
     # What the host is spared with a bound on the tokens; checks_moe refuses it for the others.
     bound = {} if moe.moe_max_tokens_per_rank is None else {"max_tokens": moe.moe_max_tokens_per_rank}
+    if name == "alltoall" and bound and context.ep.size * context.etp.size > 1:
+        return RoomyDispatcher(context, config.num_experts, **bound)
     if name in PLAIN:
         return PLAIN[name](context, config.num_experts, **bound)
     dispatcher, attribute = BY_DEEP_EP[name]
