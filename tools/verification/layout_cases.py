@@ -20,13 +20,15 @@ TOY = ModelConfig(
 
 @dataclass(frozen=True)
 class Layout:
-    """How many processes do what. `model` and `objective` change the toy and what it is trained on; the reference changes with them."""
+    """How many processes do what. `model` and `objective` change the toy and what it is trained on; the reference changes with them, but
+    not with what computes the layers (`transformer_impl`)."""
 
     name: str
     processes: int
     parallel: ParallelConfig
     model: Mapping[str, object] = field(default_factory=dict, hash=False)
     objective: Mapping[str, object] = field(default_factory=dict, hash=False)
+    transformer_impl: str = "local"
 
     @property
     def missing(self) -> list[str]:
@@ -111,7 +113,7 @@ class Case:
     @property
     def alone(self) -> Case:
         """The same on one process, without accumulation and recompute."""
-        layout = replace(self.layout, parallel=ParallelConfig(), processes=1)
+        layout = replace(self.layout, parallel=ParallelConfig(), processes=1, transformer_impl="local")
         return replace(self, layout=layout, accumulation=1, recompute="none")
 
     @property

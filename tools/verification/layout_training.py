@@ -109,7 +109,9 @@ def make_run(case: Case, seed: int) -> RunConfig:
         model=replace(TOY, **case.layout.model), parallel=case.layout.parallel, objective=objective, training=RECOMPUTE[case.recompute],
         optimizer=OptimizerConfig(weight_decay=0.1, clip_grad=0.5))
     slots = case.layout.data_parallel_size * case.accumulation
+    engine = case.layout.transformer_impl
     return run.with_values(
+        transformer_impl=engine, moe_grouped_gemm_backend=engine,
         seed=seed, seq_length=SEQ_LENGTH, global_batch_size=GLOBAL_BATCH, micro_batch_size=GLOBAL_BATCH // slots, train_iters=STEPS)
 
 

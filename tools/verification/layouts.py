@@ -6,6 +6,7 @@ bf16 the layouts train in bf16, and are held to the distance from fp64 that one 
 
 usage: python tools/verify.py layouts [--quick | --full]
        torchrun --nproc-per-node 2 tools/verify.py layouts --quick --device cuda --dtype bf16 --markdown layouts_bf16.md
+       torchrun --nproc-per-node 2 tools/verify.py layouts --device cuda --dtype bf16 --transformer-impl transformer_engine
 """
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -48,6 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     extent.add_argument("--quick", action="store_true", help="Cases in which every two values of two factors meet (the default).")
     extent.add_argument("--full", action="store_true", help="The whole product of the factors.")
     parser.add_argument("--only", default="", metavar="TEXT", help="Layouts whose name has this text.")
+    parser.add_argument("--layouts", nargs="+", default=[], metavar="NAME", help="Layouts of exactly these names.")
+    parser.add_argument("--transformer-impl", choices=["local", "transformer_engine"], default="local",
+                        help="What computes the layers, experts too; the one process that is compared with is local. In bf16 on CUDA.")
     parser.add_argument("--seed", type=int, default=1, help="Seed of weights, tokens and draws.")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="Where to train.")
     parser.add_argument("--dtype", choices=list(TABLES), default="fp64", help="What to train in; fp64 has a column of fp32 too.")
@@ -60,12 +64,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the table; the number of cases that miss a limit."""
     torch.set_num_threads(1)
+    if arguments.transformer_impl != "local" and (arguments.device, arguments.dtype) != ("cuda", "bf16"):
+        raise SystemExit("--transformer-impl transformer_engine computes in bf16 on CUDA: set --device cuda --dtype bf16")
     rank, world_size = launched()
     if world_size > 1:
         return run_in_world(arguments)
     started = time.monotonic()
     missed = against_transformers(arguments.seed)
-    chosen = [layout for layout in LAYOUTS if arguments.only in layout.name]
+    chosen = chosen_layouts(arguments)
     available = [layout for layout in chosen if not layout.missing]
     outcomes: list[dict] = []
     for size in sorted({layout.processes for layout in available}):
@@ -104,6 +110,12 @@ def against_transformers(seed: int) -> int:
     return parity.run(argparse.Namespace(seed=seed))
 
 
+def chosen_layouts(arguments: argparse.Namespace) -> list[Layout]:
+    """Those that the options name, computed by what they name."""
+    named = (layout for layout in LAYOUTS if arguments.only in layout.name and layout.name in (arguments.layouts or [layout.name]))
+    return [replace(layout, transformer_impl=arguments.transformer_impl) for layout in named]
+
+
 def _cases(layouts: Sequence[Layout], full: bool) -> list[Case]:
     return product(layouts) if full else covering_array(product(layouts))
 
@@ -127,7 +139,8 @@ def start_world(size: int, arguments: argparse.Namespace, first: int) -> tuple[l
         script = str(Path(__file__).resolve().parents[1] / "verify.py")
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size), "--standalone", "--", script, "layouts",
                    "--seed", str(arguments.seed), "--device", arguments.device, "--dtype", arguments.dtype, "--only", arguments.only,
-                   "--results", str(results), "--part", str(first), "--full" if arguments.full else "--quick"]
+                   "--transformer-impl", arguments.transformer_impl, "--results", str(results), "--part", str(first),
+                   "--full" if arguments.full else "--quick", *(["--layouts", *arguments.layouts] if arguments.layouts else [])]
         status = subprocess.run(command, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"}).returncode
         if not results.is_file():
             print(f"MISSED the world of {size} processes ended with status {status} before its first case")
@@ -146,15 +159,16 @@ def run_in_world(arguments: argparse.Namespace) -> int:
         missed = against_transformers(arguments.seed)
     base = initialize(ParallelConfig(), device=arguments.device, timeout_minutes=TIMEOUT_MINUTES)
     world, say = base.world, print if base.world.rank == 0 else lambda *_, **__: None
-    layouts = [layout for layout in LAYOUTS if arguments.only in layout.name and not layout.missing]
+    layouts = [layout for layout in chosen_layouts(arguments) if not layout.missing]
     # The array is chosen over all layouts, so that worlds of all sizes together are what one command runs.
     cases = [case for case in _cases(layouts, arguments.full) if case.layout.processes == world.size]
     cases.sort(key=lambda case: layouts.index(case.layout))
     if arguments.dtype == "bf16":
         cases = [case.for_bf16 for case in cases]
     planted = [(_first(cases, layout), fault) for fault, (layout, _) in FAULTS.items() if _first(cases, layout)]
-    title = (f"{world.size} processes, {describe_device(base.device)}, torch {torch.__version__}, {arguments.dtype}: {len(cases)} cases, "
-             f"{len(planted)} planted faults")
+    by = "" if arguments.transformer_impl == "local" else ", layers by Transformer Engine"
+    title = (f"{world.size} processes, {describe_device(base.device)}, torch {torch.__version__}, {arguments.dtype}{by}: "
+             f"{len(cases)} cases, {len(planted)} planted faults")
     say(f"\n{title}\n{header(columns)}")
     outcomes: list[AnyOutcome] = []
     todo = [*((case, "") for case in cases), *planted][arguments.part or 0:]
