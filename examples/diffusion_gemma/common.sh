@@ -3,6 +3,7 @@
 #
 # From the environment, checked before anything starts:
 #   MODEL=DIR      a transformers directory of the model, where the recipe starts from one
+#   MODEL=random   20 steps on random weights of its shape and, without DATA, generated conversations: to try memory and speed
 #   DATA=PATH      a file of conversations or the prefix of a token file, as the recipe says; toy scale makes its own
 #   SAVE=DIR       directory of the run; a run that is there already goes on
 #   SCALE=toy      the same recipe on this machine's CPU in about a minute: a toy model, generated data, 20 steps
@@ -35,6 +36,7 @@ check_environment() {
   local name value
   for name in $NEEDS; do
     eval "value=\${$name:-}"
+    if [ "${MODEL:-}" = random ] && [ "$name$value" = DATA -o "$name" = MODEL ]; then continue; fi
     if [ -z "$value" ]; then
       if [ -n "$DRY_RUN" ]; then
         eval "$name='<$name>'"
@@ -87,6 +89,21 @@ generate_data() {  # generate_data chat|text|passkey ARGUMENTS...: sets DATA to 
   "$PYTHON" "$root/examples/diffusion_gemma/synthetic_data.py" "$kind" "$DATA" "$@"
 }
 
+if [ "$SCALE" = full ] && [ "${MODEL:-}" = random ]; then generate_data chat 1000; fi
+
+with_random_weights() {  # with_random_weights WORDS...: leaves in `arguments` the words without those that name the model's files
+  arguments=()
+  while [ $# -gt 0 ]; do
+    case $1 in
+      --pretrained-checkpoint | --tokenizer-type | --tokenizer-model | --num-epochs) shift ;;
+      *) arguments+=("$1") ;;
+    esac
+    shift
+  done
+  # Bytes are its tokens; drawn on the CPU, 26 billion weights would take minutes.
+  arguments+=(--eos-token-id 1 --no-use-cpu-initialization --train-iters 20 --log-interval 1)
+}
+
 flag_lines() {  # the words, a flag and its values on a line
   local word line=""
   for word in "$@"; do
@@ -112,6 +129,7 @@ run_recipe() {  # run_recipe FLAGS...: start all arrays' flags and then these
   for name in MODEL_ARGS DATA_ARGS OBJECTIVE_ARGS PARALLEL_ARGS TRAINING_ARGS OPTIMIZER_ARGS LOGGING_ARGS COURSE_ARGS; do
     eval "arguments+=(\${$name[@]+\"\${$name[@]}\"})"
   done
+  if [ "$SCALE" = full ] && [ "${MODEL:-}" = random ]; then with_random_weights "${arguments[@]}"; fi
   # A checkpoint that is there is gone on from; where there is none, the run starts anew.
   arguments+=(--save "$SAVE" --load "$SAVE" "$@")
   [ $((PROCESSES % nodes)) -eq 0 ] || stop "PROCESSES=$PROCESSES do not divide over NODES=$nodes"

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Generated data, of the same bytes everywhere.
 
-usage: synthetic_data.py chat FILE.jsonl                        sums asked and answered: conversations of one or two turns
+usage: synthetic_data.py chat FILE.jsonl [CHARACTERS]           sums asked and answered: conversations of one or two turns; with CHARACTERS
+                                                                each answer counts on until it is about so long
        synthetic_data.py text PREFIX                            the same as documents, in a token file of bytes (PREFIX.bin, PREFIX.idx)
        synthetic_data.py passkey FILE.jsonl CHARACTERS NUMBER   so many long texts with a number hidden in each, which is asked for
 """
@@ -26,12 +27,20 @@ def sums(index: int) -> list[tuple[str, str]]:
     return pairs
 
 
-def write_chat(path: Path) -> None:
+def longer(answer: str, characters: int) -> str:
+    """The answer, and after it numbers until it has so many characters."""
+    words = [answer]
+    while sum(map(len, words)) + len(words) < characters:
+        words.append(str(37 * len(words) % 1009))
+    return " ".join(words)
+
+
+def write_chat(path: Path, characters: int) -> None:
     rows = []
     for index in range(NUMBER):
         messages = []
         for question, answer in sums(index):
-            messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+            messages += [{"role": "user", "content": question}, {"role": "assistant", "content": longer(answer, characters)}]
         rows.append(json.dumps({"messages": messages}))
     _write(path, "\n".join(rows) + "\n")
 
@@ -78,7 +87,9 @@ def _write(path: Path, text: str) -> None:
 def main() -> int:
     match sys.argv[1:]:
         case ["chat", path]:
-            write_chat(Path(path))
+            write_chat(Path(path), 0)
+        case ["chat", path, characters] if characters.isdecimal():
+            write_chat(Path(path), int(characters))
         case ["text", prefix]:
             write_text(Path(prefix))
         case ["passkey", path, characters, number] if characters.isdecimal() and number.isdecimal():

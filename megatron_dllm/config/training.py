@@ -18,6 +18,11 @@ class TrainingConfig:
     eval_interval: int | None = flag("Steps between evaluations; without it there is none.", None)
     eval_iters: int = flag("Batches of one evaluation.", 10)
     seed: int = flag("Seed of every draw: initial weights, data order, noise.", 1234)
+    use_cpu_initialization: bool = flag(
+        "Draw initial weights on the CPU, alike on every kind of device; --no-use-cpu-initialization draws other ones on the GPU, where a "
+        "billion of them takes no seconds.",
+        True,
+    )
     device: Literal["auto", "cpu", "cuda"] = flag("Where to run; auto: CUDA where torch sees a device, else the CPU.", "auto")
     gdn_kernel_backend: Literal["torch", "fla"] = flag(
         "What computes the gated delta rule of linear layers: plain torch, or the kernels of the package flash-linear-attention.", "torch"

@@ -42,6 +42,23 @@ class Initializer:
         return Initializer(self.seed, std)
 
 
+class DeviceInitializer:
+    """The same distribution drawn in fp32 on `device`, a GPU: fast, alike for every layout, other values than `Initializer`'s."""
+
+    def __init__(self, seed: int, std: float, device: torch.device):
+        self.seed, self.std, self.device = seed, std, device
+
+    def __call__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, *, expert: int | None = None) -> Tensor:
+        """Weights of `shape` for the parameter with this global name; each expert has a stream of its own."""
+        # A CUDA generator keeps 64 bits of its seed, as a signed number.
+        generator = torch.Generator(self.device).manual_seed(_key(self.seed, name, expert) >> 65)
+        return torch.empty(shape, device=self.device).normal_(std=self.std, generator=generator).to(dtype)
+
+    def with_std(self, std: float) -> DeviceInitializer:
+        """The same draws, scaled."""
+        return DeviceInitializer(self.seed, std, self.device)
+
+
 class Constant:
     """Every weight is `value`, e.g. 1 for norms."""
 

@@ -71,7 +71,8 @@ def _start(trainer: Trainer) -> Mapping[str, str]:
     source = _load_pretrained(trainer, Path(path)) if path else None
     if not trainer.has_adapters:
         return {}
-    base = {"path": "", "fingerprint": f"random weights of --seed {run.training.seed}, --init-method-std {run.model.init_method_std}"}
+    base = {"path": "", "fingerprint": f"random weights of --seed {run.training.seed}, --init-method-std {run.model.init_method_std}"
+            + ("" if run.training.use_cpu_initialization else ", drawn on the GPU")}
     if source is not None:
         base = {"path": str(Path(path).resolve()), "fingerprint": fingerprint(source, trainer.model.dtype)}
     _say(trainer, f"adapters of rank {run.lora.lora_rank}, alpha {run.lora.lora_alpha:g} for {', '.join(run.lora.lora_targets)}, beside "

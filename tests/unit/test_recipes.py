@@ -159,3 +159,13 @@ def test_passkeys_stand_in_their_texts_at_places_that_move():
     places = [text.index(f"The pass key is {key}. ") for text, key in texts]
     assert all(1700 < len(text) < 2100 and text.endswith("What is the pass key?") for text, _ in texts)
     assert len(set(places)) == len({key for _, key in texts}) == 20 and max(places) - min(places) > 1500
+
+
+def test_recipe_on_random_weights_names_no_files_of_a_model(tmp_path):
+    recipe = Path("examples/diffusion_gemma/lora_26b.sh")
+    environment = {"MODEL": "random", "SAVE": str(tmp_path / "run"), "DRY_RUN": "command"}
+    words = shlex.split(start(recipe, **environment).stdout.replace("\\\n", " "))
+    run = config.parse(words[2:])
+    assert not (problems := config.validate(run, world_size=1)), config.format_problems(problems)
+    assert run.model.num_layers == 30 and run.checkpoint.pretrained_checkpoint is None and run.training.train_iters == 20
+    assert run.data.data_path == (str(tmp_path / "run" / "data" / "chat.jsonl"),) and not run.training.use_cpu_initialization

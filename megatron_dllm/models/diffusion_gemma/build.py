@@ -8,7 +8,7 @@ import torch
 from ...checkpoint.model_state import load_tensors
 from ...config import ModelConfig, RunConfig
 from ...parallel import ParallelContext
-from ...tensor_parallel.initialization import Constant, Init, Initializer
+from ...tensor_parallel.initialization import Constant, DeviceInitializer, Init, Initializer
 from ...transformer.gated_delta_fla import use_fla
 from ...transformer.precision import freeze
 from ...transformer.recompute import Recompute
@@ -26,7 +26,7 @@ def build_model(run: RunConfig, context: ParallelContext, *, init: Init | None =
     dtype. With --pretrained-checkpoint, whose weights replace them, none are drawn but the adapters'."""
     part = model_layout(run).part(context.pp.rank) if context.pp.size > 1 else None
     is_loaded = init is None and run.checkpoint.pretrained_checkpoint is not None
-    init = init or Initializer(run.training.seed, run.model.init_method_std)
+    init = init or initializer(run, context.device)
     model = DiffusionGemma(
         run.model, context=context, init=UNSET if is_loaded else init,
         dtype=dtype or (torch.bfloat16 if run.training.bf16 else torch.float32),
@@ -41,6 +41,13 @@ def build_model(run: RunConfig, context: ParallelContext, *, init: Init | None =
     if run.training.transformer_impl == "transformer_engine":
         install(model, load_engine(run.training, run.moe, context.device))
     return model
+
+
+def initializer(run: RunConfig, device: torch.device) -> Init:
+    """What draws a run's initial weights."""
+    if run.training.use_cpu_initialization or device.type == "cpu":
+        return Initializer(run.training.seed, run.model.init_method_std)
+    return DeviceInitializer(run.training.seed, run.model.init_method_std, device)
 
 
 def empty_model(config: ModelConfig, context: ParallelContext, dtype: torch.dtype) -> DiffusionGemma:
