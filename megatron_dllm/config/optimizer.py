@@ -10,8 +10,10 @@ from megatron_dllm.config.flags import flag
 class OptimizerConfig:
     """Optimizer"""
 
-    optimizer_backend: Literal["torch", "te", "apex"] = flag(
-        "Whose fused AdamW steps the fp32 masters: torch's, or that of the package Transformer Engine or apex.", "torch"
+    optimizer_backend: Literal["local", "torch", "te", "apex"] = flag(
+        "Whose fused AdamW steps the fp32 masters: our own kernel on a GPU (elsewhere it is torch's), torch's, or that of the package "
+        "Transformer Engine or apex.",
+        "local",
     )
     lr: float = flag("Highest learning rate.", 1e-4)
     min_lr: float = flag("Learning rate at the end of the decay.", 0.0)

@@ -24,6 +24,8 @@ from ..transformer.precision import accumulation_dtype
 
 # A bucket closes when it has so many elements: small enough for several on the way in one backward, large enough for full bandwidth.
 BUCKET_ELEMENTS = 40_000_000
+# Parameters, and ranks' ranges, begin at multiples of so many elements: kernels read 16 bytes at once, of 16 bits as well.
+ALIGNMENT = 8
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class Bucket:
 
         gradients  [n] fp32 at least; n is a multiple of the group's size
         weights    [n] of which the parameters are views, when sharded; else None
-        places     start of each parameter in both
+        places     start of each parameter in both; what is between them stays zero
     """
 
     group: Group
@@ -95,10 +97,14 @@ class Bucket:
         return self.gradients[start:start + parameter.numel()].view(parameter.shape)
 
     def start_anew(self) -> None:
-        """Forget what has been accumulated. Where kernels add all of it they are told, and no zeros are written."""
-        if self.main_gradients and all(gradient.is_used for gradient in self.main_gradients):
-            for gradient in self.main_gradients:
-                gradient.start_anew()
+        """Forget what has been accumulated. Kernels that add to a gradient are told, and no zeros are written for them."""
+        by_kernels = [gradient for gradient in self.main_gradients if gradient.is_used]
+        for gradient in by_kernels:
+            gradient.start_anew()
+        if by_kernels:
+            others = [gradient.total for gradient in self.main_gradients if not gradient.is_used]
+            if others:
+                torch._foreach_zero_(others)
         else:
             self.gradients.zero_()
 
@@ -296,8 +302,8 @@ def _make_bucket(members: Sequence[tuple[str, nn.Parameter]], context: ParallelC
     places, total = [], 0
     for parameter in parameters:
         places.append(total)
-        total += parameter.numel()
-    total += -total % group.size
+        total += parameter.numel() + -parameter.numel() % ALIGNMENT
+    total += -total % (group.size * ALIGNMENT)
     weights = None
     if sharded:
         weights = torch.zeros(total, dtype=first.dtype, device=first.device)

@@ -5,21 +5,26 @@ The one order of reductions:
     1. over data-parallel ranks, bucket by bucket, begun during the last backward: dense parameters over dp_cp, experts over edp
     2. over tp, the gradients of which each rank has a share: `partial_over_tp` and `copies` of Placement
     3. between the first and the last pipeline rank, those of the embedding, which both have (`tied_to`)
-    4. then the norm, in which every element of every real parameter counts once in the world
+    4. then the norm
 
 Losses hold global denominators, so that sums are what is wanted, never means.
 """
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from ..kernels.launch import takes
 from ..parallel import Group, ParallelContext, communication
 from ..pipeline.p2p import sum_between
 from ..tensor_parallel import sum_shared_gradients
 from .buckets import GradientBuckets, Piece
+
+if TYPE_CHECKING:
+    from ..kernels.pieces import Pieces as KernelPieces
 
 
 def finalize_gradients(buckets: GradientBuckets, context: ParallelContext) -> None:
@@ -34,21 +39,50 @@ def finalize_gradients(buckets: GradientBuckets, context: ParallelContext) -> No
                 sum_between(piece.gradient, last - context.pp.rank, context.pp)
 
 
+class GradientSums:
+    """What is summed over the whole finished gradient, in which every element of every real parameter counts once in the world.
+
+    pieces  what this rank has the sum of, in buckets that stay where they are
+    """
+
+    def __init__(self, pieces: Iterable[Piece], world: Group):
+        pieces = list(pieces)
+        counted = [piece for piece in pieces if piece.counted]
+        self.world, self.own, self.num_fill = world, [piece.gradient for piece in counted], sum(piece.num_fill for piece in counted)
+        self.device = pieces[0].gradient.device if pieces else None
+        self.by_kernel = bool(self.own) and takes(*self.own) and all(gradient.dtype == torch.float32 for gradient in self.own)
+        self._pieces: KernelPieces | None = None
+        self._zeros: Tensor | None = None  # of the last reading, until they are asked for
+
+    def norm(self) -> Tensor:
+        """L2 norm, fp64: the same number on every rank."""
+        squares = torch.zeros((), dtype=torch.float64, device=self.device)
+        if self.by_kernel:
+            squares, self._zeros = self._read()
+        elif self.own:
+            squares = torch.stack(torch._foreach_norm(self.own)).double().square().sum()
+        return communication.all_reduce(squares, self.world).sqrt()
+
+    def num_zeros(self) -> int:
+        """Elements of real parameters that are exactly zero; as `norm` has just read them, if it has."""
+        zeros, self._zeros = self._zeros, None
+        if zeros is None and self.by_kernel:
+            zeros = self._read()[1]
+        elif zeros is None:
+            zeros = torch.zeros((), dtype=torch.int64, device=self.device)
+            for gradient in self.own:
+                zeros += (gradient == 0).sum()
+        return int(communication.all_reduce(zeros - self.num_fill, self.world).item())
+
+    def _read(self) -> tuple[Tensor, Tensor]:
+        from ..kernels.gradient_sums import sums  # Triton is there with CUDA alone
+        from ..kernels.pieces import Pieces
+
+        if self._pieces is None:
+            self._pieces = Pieces.of([[gradient] for gradient in self.own])
+        return sums(self._pieces)
+
+
 def gradient_norm(pieces: Iterable[Piece], world: Group) -> Tensor:
-    """L2 norm of the whole gradient, fp64: the same number on every rank."""
-    pieces = list(pieces)
-    own = [piece.gradient for piece in pieces if piece.counted]
-    squares = torch.zeros((), dtype=torch.float64, device=pieces[0].gradient.device if pieces else None)
-    if own:
-        squares = torch.stack(torch._foreach_norm(own)).double().square().sum()
-    return communication.all_reduce(squares, world).sqrt()
-
-
-def count_zeros(pieces: Iterable[Piece], world: Group) -> int:
-    """Elements of real parameters, over the whole model, whose gradient is exactly zero."""
-    pieces = list(pieces)
-    own = torch.zeros((), dtype=torch.int64, device=pieces[0].gradient.device if pieces else None)
-    for piece in pieces:
-        if piece.counted:
-            own += (piece.gradient == 0).sum() - piece.num_fill
-    return int(communication.all_reduce(own, world).item())
+    """`GradientSums.norm` of pieces that are read once."""
+    return GradientSums(pieces, world).norm()

@@ -113,3 +113,12 @@ def route(logits: Tensor, scale: Tensor, bias: Tensor | None, choices: int, give
     indices = torch.argsort(score, dim=1, descending=True, stable=True)[:, :choices] if given is None else given
     chosen = torch.stack([probabilities[token, experts] for token, experts in enumerate(indices)]) if len(logits) else logits[:, :choices]
     return chosen / chosen.sum(1, keepdim=True) * scale[indices], indices, probabilities
+
+
+def adamw(gradient: Tensor, master: Tensor, mean: Tensor, square: Tensor, *, lr: float, weight_decay: float, betas: tuple[float, float],
+          eps: float, num_steps: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(master, mean, square) after update `num_steps` (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2, with eps as torch has it)."""
+    first, second = betas
+    mean, square = first * mean + (1 - first) * gradient, second * square + (1 - second) * gradient**2
+    size = (square / (1 - second**num_steps)).sqrt() + eps
+    return master * (1 - lr * weight_decay) - lr * mean / (1 - first**num_steps) / size, mean, square

@@ -10,11 +10,13 @@ NUMBERS = 4096  # of a program: 4 warps, 32 numbers a thread in reads of 16 byte
 
 
 @triton.jit
-def _scaled(x, scale, y, count, NUMBERS: tl.constexpr, ADDS: tl.constexpr):
+def _scaled(x, scale, y, is_fresh, count, NUMBERS: tl.constexpr):
+    """Added to y where there is an `is_fresh` that is 0."""
     at = tl.program_id(0).to(tl.int64) * NUMBERS + tl.arange(0, NUMBERS)
     value = tl.load(x + at, mask=at < count, other=0.0) * tl.load(scale)
-    if ADDS:
-        value += tl.load(y + at, mask=at < count, other=0.0)
+    if is_fresh is not None:
+        if tl.load(is_fresh) == 0:
+            value += tl.load(y + at, mask=at < count, other=0.0)
     tl.store(y + at, value.to(y.dtype.element_ty), mask=at < count)
 
 
@@ -22,11 +24,15 @@ def scaled(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """x * scale in `dtype`; x fp32, contiguous, scale fp32 []."""
     y = torch.empty_like(x, dtype=dtype)
     if y.numel():
-        _scaled[(triton.cdiv(y.numel(), NUMBERS),)](x, scale, y, y.numel(), NUMBERS=NUMBERS, ADDS=False)
+        _scaled[(triton.cdiv(y.numel(), NUMBERS),)](x, scale, y, None, y.numel(), NUMBERS=NUMBERS)
     return y
 
 
-def add_scaled_(total: Tensor, x: Tensor, scale: Tensor) -> None:
-    """total += x * scale; all fp32, total and x contiguous and of one shape, scale []."""
+def add_scaled_(total: Tensor, x: Tensor, scale: Tensor, is_fresh: Tensor) -> None:
+    """total = total + x * scale, or x * scale where `is_fresh` int32 [1] is 1 (which then becomes 0).
+
+    All fp32, total and x contiguous and of one shape, scale [].
+    """
     if total.numel():
-        _scaled[(triton.cdiv(total.numel(), NUMBERS),)](x, scale, total, total.numel(), NUMBERS=NUMBERS, ADDS=True)
+        _scaled[(triton.cdiv(total.numel(), NUMBERS),)](x, scale, total, is_fresh, total.numel(), NUMBERS=NUMBERS)
+    is_fresh.zero_()

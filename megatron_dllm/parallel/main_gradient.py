@@ -15,14 +15,14 @@ class Kernels:
 
         add(total, parts, is_fresh)   adds the parts' sum, or puts it in the place of a fresh total
         clear(total, is_fresh)        puts zeros into a fresh total, and leaves another as it is
-        make(parts)                   the parts' sum in the weight's dtype
+        make(parts)                   the parts' sum in the weight's dtype; None where it never is without a buffer
 
     The first two leave a total not fresh; `add` may leave it as it is where the sum is zero.
     """
 
     add: Callable[[Tensor, Sequence[Any], Tensor], None]
     clear: Callable[[Tensor, Tensor], None]
-    make: Callable[[Sequence[Any]], Tensor]
+    make: Callable[[Sequence[Any]], Tensor] | None = None
 
 
 class MainGradient:
@@ -53,6 +53,12 @@ class MainGradient:
         """Have the kernels add this part together with all others of the backward; the ticket's gradient must follow."""
         self._kernels = kernels
         self._parts.append(part)
+
+    def add(self, kernels: Kernels, part: Any) -> None:
+        """Have the kernels add this part now, which is all of a backward's."""
+        self._kernels = kernels
+        kernels.add(self.total, [part], self.is_fresh)
+        self.then()
 
     def release(self) -> None:
         """Take no more parts, and be free to go: Python does not see the cycle through the ticket's hook."""

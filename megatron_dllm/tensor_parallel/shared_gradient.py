@@ -4,6 +4,7 @@ Autograd would have every use make a gradient of its own in 16 bits, and add the
 """
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -13,6 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_dllm.kernels.launch import takes
 from megatron_dllm.parallel import MainGradient
+from megatron_dllm.parallel.main_gradient import Kernels
 
 from .vocabulary import add_product_, product
 
@@ -98,8 +100,7 @@ class _Ticket(torch.autograd.Function):
             return None if total is None else total.to(ctx.dtype), None, None
         if ctx.main is None:
             return scale_and_round(total, scale, ctx.dtype), None, None
-        add_scaled_(ctx.main.total, total, scale)
-        ctx.main.then()
+        ctx.main.add(SCALED, (total, scale))
         return None, None, None
 
 
@@ -112,14 +113,30 @@ def scale_and_round(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mul(x, scale, out=torch.empty_like(x, dtype=dtype))
 
 
-def add_scaled_(total: Tensor, x: Tensor, scale: Tensor) -> None:
-    """total += x * scale, likewise."""
-    if takes(total, x, scale) and total.dtype == x.dtype == scale.dtype == torch.float32:
-        from megatron_dllm.kernels import scale as kernel
+def _add_scaled(total: Tensor, parts: Sequence[tuple[Tensor, Tensor]], is_fresh: Tensor) -> None:
+    """total = total + x * scale of (x, scale), in one pass too; a fresh total is not read."""
+    for x, scale in parts:
+        if takes(total, x, scale) and total.dtype == x.dtype == scale.dtype == torch.float32:
+            from megatron_dllm.kernels import scale as kernel
 
-        kernel.add_scaled_(total, x, scale)
+            kernel.add_scaled_(total, x, scale, is_fresh)
+        else:
+            _clear(total, is_fresh)
+            total.addcmul_(x, scale)
+
+
+def _clear(total: Tensor, is_fresh: Tensor) -> None:
+    """Zeros in a fresh total."""
+    if takes(total) and total.dtype == torch.float32:
+        from megatron_dllm.kernels import grouped_gemm
+
+        grouped_gemm.clear_fresh(total, is_fresh)
     else:
-        total.addcmul_(x, scale)
+        total.masked_fill_(is_fresh.bool(), 0)
+        is_fresh.zero_()
+
+
+SCALED = Kernels(_add_scaled, _clear)
 
 
 class _Rows(torch.autograd.Function):

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..checkpoint.shards import Shard
 from ..config import OptimizerConfig
-from ..data_parallel import GradientBuckets, Piece, count_zeros, finalize_gradients, gradient_norm
+from ..data_parallel import GradientBuckets, GradientSums, Piece, finalize_gradients
 from ..data_parallel.buckets import BUCKET_ELEMENTS
 from ..parallel import ParallelContext
 from ..parallel.gathering import gather_whole
-from .algorithms import BACKENDS, Algorithm
+from .algorithms import Algorithm, algorithm_of
 
 STATES = ("exp_avg", "exp_avg_sq")  # the moments, by torch's names, which are also those of checkpoints
 
@@ -53,13 +54,18 @@ class MasterOptimizer:
         self.parameters = dict(trainable)
         self.buckets = GradientBuckets(trainable, context, sharded=distributed, bucket_elements=bucket_elements)
         self.held = tuple(_hold(piece) for piece in self.buckets.pieces())
-        groups = [
-            {"params": [h.master for h in self.held if (h.piece.parameter.ndim > 1) == decayed], "weight_decay": decay}
-            for decayed, decay in ((True, config.weight_decay), (False, 0.0))]
-        self.algorithm = algorithm or BACKENDS[config.optimizer_backend]
-        self.torch = self.algorithm.make(groups, config)
+        self.sums = GradientSums(self.buckets.pieces(), context.world)
+        self.algorithm = algorithm or algorithm_of(config.optimizer_backend, [h.master for h in self.held])
+        self.torch = self.algorithm.make([self._group(True, config.weight_decay), self._group(False, 0.0)], config)
         self.num_steps = 0  # updates done so far
         self.after_backward: Callable[[], None] = lambda: None  # called before the gradients' sums are waited for
+
+    def _group(self, decayed: bool, weight_decay: float) -> dict[str, Any]:
+        chosen = [h for h in self.held if (h.piece.parameter.ndim > 1) == decayed]
+        group = {"params": [h.master for h in chosen], "weight_decay": weight_decay}
+        if self.algorithm.writes_copies:
+            group["copies"] = [h.piece.values if h.is_copied else None for h in chosen]
+        return group
 
     @property
     def num_trained(self) -> int:
@@ -73,11 +79,11 @@ class MasterOptimizer:
 
     def grad_norm(self) -> Tensor:
         """L2 norm of the whole finished gradient, fp64, the same on every rank."""
-        return gradient_norm(self.buckets.pieces(), self.context.world)
+        return self.sums.norm()
 
     def num_zeros(self) -> int:
         """Elements of the whole finished gradient that are exactly zero."""
-        return count_zeros(self.buckets.pieces(), self.context.world)
+        return self.sums.num_zeros()
 
     @torch.no_grad()
     def step(self, lr: float, grad_norm: Tensor) -> None:
@@ -88,7 +94,10 @@ class MasterOptimizer:
             group["lr"] = lr
         self.torch.step()
         self.num_steps += 1
-        self.refresh_parameters()
+        if self.algorithm.writes_copies:
+            self.buckets.gather_parameters()
+        else:
+            self.refresh_parameters()
         self.drop_gradients()
 
     def _clip(self, factor: Tensor) -> None:

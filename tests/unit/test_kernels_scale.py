@@ -16,6 +16,10 @@ def test_scaled_and_add_scaled(shape, device):
     scale = torch.tensor(-0.37, device=device)
     for dtype in (torch.bfloat16, torch.float32):
         assert torch.equal(scaled(x, scale, dtype), (x * scale).to(dtype))
-    want = total.double() + x.double() * scale.double()
-    add_scaled_(total, x, scale)
-    torch.testing.assert_close(total.double(), want, rtol=2e-7, atol=1e-7)
+    fresh = torch.full_like(total, float("nan"))
+    for start, is_fresh in ((total, 0), (fresh, 1)):
+        want = x.double() * scale.double() + (0 if is_fresh else start.double())
+        flag = torch.tensor([is_fresh], dtype=torch.int32, device=device)
+        add_scaled_(start, x, scale, flag)
+        torch.testing.assert_close(start.double(), want, rtol=2e-7, atol=1e-7)
+        assert flag.item() == 0

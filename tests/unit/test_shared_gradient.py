@@ -63,13 +63,22 @@ def test_the_sum_goes_into_the_buffer():
         total_loss(exact, None, factor=0.5).backward()
         total_loss(layer, SharedWeight.of(layer.weight), factor=0.5).backward()
         assert buckets.buckets[0].missing == 0, "nobody was told of the gradient"
-        ours = buckets.buckets[0].gradients.view(V, H)
+        ours = buckets.buckets[0].gradient(0)
         assert ours.dtype == torch.float32 and layer.weight.grad is None
         error = (ours - exact.weight.grad).norm() / exact.weight.grad.norm()
         assert error < 2e-2, f"after {number} backwards"
     # Beside others it goes through autograd, which rounds it.
     total_loss(layer, SharedWeight.of(layer.weight, has_others=True), factor=-1.0).backward()
     assert ours.norm() < 2e-2 * exact.weight.grad.norm()
+    ours.fill_(float("nan"))
+    buckets.zero()
+    assert ours.isnan().all(), "nothing is written: the next sum takes its place"
+    total_loss(layer, SharedWeight.of(layer.weight)).backward()
+    assert (ours - exact.weight.grad).norm() < 2e-2 * exact.weight.grad.norm()  # twice a half
+    buckets.zero()
+    buckets.last_microbatch()
+    buckets.finish()
+    assert not ours.any(), "a step without any use has a gradient of zero"
 
 
 def test_a_frozen_matrix_and_no_gradient_at_all():

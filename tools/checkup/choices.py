@@ -17,7 +17,7 @@ from megatron_dllm.moe.dispatchers.deepep import import_package
 from megatron_dllm.moe.experts import Experts
 from megatron_dllm.parallel import Group, ParallelContext
 from megatron_dllm.tensor_parallel import Initializer
-from megatron_dllm.training.algorithms import BACKENDS
+from megatron_dllm.training.algorithms import BACKENDS, adamw, algorithm_of
 from megatron_dllm.training.determinism import obstacles
 from megatron_dllm.transformer.gated_delta_fla import check_fla
 
@@ -96,15 +96,16 @@ def dispatcher_rows(config: ModelConfig, device: torch.device) -> Iterator[Row]:
 
 
 def optimizer_rows(device: torch.device) -> Iterator[Row]:
-    for backend, algorithm in BACKENDS.items():
-        config = OptimizerConfig(optimizer_backend=backend)
+    master = torch.zeros(1, device=device, requires_grad=True)
+    for backend in BACKENDS:
+        config, algorithm = OptimizerConfig(optimizer_backend=backend), algorithm_of(backend, [master])
         try:
-            made = algorithm.make([{"params": [torch.zeros(1, device=device, requires_grad=True)], "weight_decay": 0.0}], config)
+            made = algorithm.make([{"params": [master], "copies": [None], "weight_decay": 0.0}], config)
         except ValueError as error:
             yield Row(REFUSED, ("optimizer", f"--optimizer-backend {backend}", str(error).splitlines()[0]))
             continue
         name = f"{type(made).__module__}.{type(made).__name__}"
-        yield Row(TAKEN, ("optimizer", f"--optimizer-backend {backend}", name + (", fused" if backend == "torch" else "")))
+        yield Row(TAKEN, ("optimizer", f"--optimizer-backend {backend}", name + (", fused" if algorithm is adamw else "")))
 
 
 def run_rows(device: torch.device, environment: Mapping[str, str]) -> Iterator[Row]:

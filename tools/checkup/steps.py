@@ -16,7 +16,7 @@ from megatron_dllm.parallel import ParallelContext
 from megatron_dllm.tensor_parallel import cross_entropy
 from megatron_dllm.tensor_parallel.soft_embedding import soft_embedding
 from megatron_dllm.tensor_parallel.vocabulary import VocabularyRange
-from megatron_dllm.training.algorithms import BACKENDS, PACKAGES
+from megatron_dllm.training.algorithms import BACKENDS, PACKAGES, algorithm_of
 
 from .layers import NO_CUDA, TOKENS, dtype_of, pair
 from .trials import TOLERANCES, Function, Trial, compared, numbers, relative
@@ -112,7 +112,7 @@ def adamw(backend: str, device: torch.device) -> tuple[float, float]:
     start = numbers(200, 3, device=device, dtype=torch.float32, grad=False)
     gradients = [numbers(200, 3, device=device, dtype=torch.float32, seed=1 + n, grad=False) for n in range(3)]
     master = start.clone().requires_grad_()
-    optimizer = BACKENDS[backend].make([{"params": [master], "weight_decay": 0.3}], config)
+    optimizer = algorithm_of(backend, [master]).make([{"params": [master], "copies": [None], "weight_decay": 0.3}], config)
     want, mean, square = start.double(), torch.zeros_like(start).double(), torch.zeros_like(start).double()
     first, second = config.adam_beta1, config.adam_beta2
     for number, gradient in enumerate(gradients, 1):

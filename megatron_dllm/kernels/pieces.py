@@ -1,0 +1,53 @@
+"""Many flat tensors gone through by one launch: where they are, and which program takes which part of which."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+CHUNK = 16384  # elements of a program at most
+ALIGNMENT = 16  # bytes: what a thread reads at once
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Pieces of K tensors each, all flat and of one length within a piece.
+
+        rows    the tensors of each piece, which stay where they are as long as this is used
+        table   int64 [P, K + 1]  their addresses, and their length
+        chunks  int32 [C, 2]      the piece of each chunk, and which chunk of it this is
+    """
+
+    rows: tuple[tuple[Tensor, ...], ...]
+    table: Tensor
+    chunks: Tensor
+
+    @classmethod
+    def of(cls, rows: Sequence[Sequence[Tensor]]) -> Pieces:
+        """All on one device; at least one piece. The host waits for nothing."""
+        device = rows[0][0].device
+        for row in rows:
+            assert all(x.is_contiguous() and x.numel() == row[0].numel() and x.device == device for x in row)
+            assert all(address % ALIGNMENT == 0 for address in addresses(row)), "tensors begin at multiples of 16 bytes"
+        lengths = torch.tensor([row[0].numel() for row in rows])
+        numbers = -(-lengths // CHUNK)
+        piece = torch.repeat_interleave(torch.arange(len(rows)), numbers)
+        within = torch.arange(len(piece)) - (numbers.cumsum(0) - numbers)[piece]
+        table = torch.tensor([[*addresses(row), row[0].numel()] for row in rows])
+        return cls(tuple(map(tuple, rows)), _upload(table, device), _upload(torch.stack([piece, within], 1).int(), device))
+
+    @property
+    def lies_at(self) -> list[int]:
+        """The addresses, piece by piece."""
+        return [address for row in self.rows for address in addresses(row)]
+
+
+def addresses(tensors: Sequence[Tensor]) -> list[int]:
+    """Of their first elements."""
+    return [x.data_ptr() for x in tensors]
+
+
+def _upload(x: Tensor, device: torch.device) -> Tensor:
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
