@@ -23,7 +23,7 @@ WARPS = 8
 
 @dataclass(frozen=True)
 class Rates:
-    """Of one step, as numbers of the host: learning rate, decay of weights, decay of both moments, eps, and updates done, this one included."""
+    """Of one step, on the host: learning rate, decay of weights, decay of both moments, eps, and updates done, this one included."""
 
     lr: float
     weight_decay: float
@@ -69,8 +69,8 @@ def _adamw(table, chunks, divisor, keep_mean, add_mean, keep_square, add_square,
     whole = stop - (stop - start) % BLOCK
     # Masked accesses of a length that is not known to be even go number by number, so that only the last block has a mask.
     for first in range(start, whole, BLOCK):
-        _update(gradient, master, mean, square, copy, first + tl.arange(0, BLOCK), None, factor, keep_mean, add_mean, keep_square, add_square,
-                rate, root, eps, decay)
+        _update(gradient, master, mean, square, copy, first + tl.arange(0, BLOCK), None, factor, keep_mean, add_mean, keep_square,
+                add_square, rate, root, eps, decay)
     if whole < stop:
         at = whole + tl.arange(0, BLOCK)
         _update(gradient, master, mean, square, copy, at, at < stop, factor, keep_mean, add_mean, keep_square, add_square, rate, root, eps,
@@ -86,8 +86,8 @@ def adamw_(pieces: Pieces, rates: Rates, divisor: Tensor | None, copy_dtype: tor
     # Differences from one are made in fp64: those of fp32 numbers would be off by a part in ten thousand.
     correction, second_correction = 1 - first ** rates.num_steps, 1 - second ** rates.num_steps
     _adamw[(len(pieces.chunks),)](
-        pieces.table, pieces.chunks, divisor, first, 1 - first, second, 1 - second, rates.lr / correction, second_correction ** -0.5, rates.eps,
-        rates.lr * rates.weight_decay, COPY=None if copy_dtype is None else _TYPES[copy_dtype], CHUNK=CHUNK, BLOCK=BLOCK, num_warps=WARPS)
+        pieces.table, pieces.chunks, divisor, first, 1 - first, second, 1 - second, rates.lr / correction, second_correction ** -0.5,
+        rates.eps, rates.lr * rates.weight_decay, COPY=None if copy_dtype is None else _TYPES[copy_dtype], CHUNK=CHUNK, BLOCK=BLOCK, num_warps=WARPS)
 
 
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}

@@ -85,7 +85,8 @@ def make(device, algorithm, **options):
     """A model of 16-bit parameters of odd sizes, and one of fp32, and its optimizer."""
     model = Parameters(half=set(SHAPES) - {"norm"}, dtype=torch.float32).to(device)
     config = OptimizerConfig(lr=0.1, weight_decay=0.3, clip_grad=0.5)
-    return model, MasterOptimizer(model, config, ParallelContext.single(torch.device(device)), algorithm=algorithm, bucket_elements=24, **options)
+    context = ParallelContext.single(torch.device(device))
+    return model, MasterOptimizer(model, config, context, algorithm=algorithm, bucket_elements=24, **options)
 
 
 def train(model, optimizer, factors):
