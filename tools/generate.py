@@ -36,6 +36,7 @@ from megatron_dllm.generation.film import Film  # noqa: E402
 from megatron_dllm.generation.loaded import LoadedModel  # noqa: E402
 from megatron_dllm.generation.text import chat_prompt, decode_tokens, has_chat_template, raw_prompt  # noqa: E402
 from megatron_dllm.parallel.initialize import choose_device  # noqa: E402
+from megatron_dllm.transformer.rotary_flashinfer import use_flashinfer_rope  # noqa: E402
 
 Messages = list[dict[str, Any]]
 
@@ -47,11 +48,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         prompts = [] if arguments.interactive else read_prompts(arguments)
         device = choose_device(arguments.device, local_rank=0)
         loaded = LoadedModel.open(arguments.load, device, bf16=arguments.bf16)
+        if arguments.use_flashinfer_fused_rope:
+            use_flashinfer_rope(loaded.model, device)
         chat = not arguments.raw and has_chat_template(loaded.tokenizer)
         print(f"device: {device}; prompts are {'messages to the chat template' if chat else 'texts to continue'}", file=sys.stderr)
         session = Generator(arguments, loaded, chat)
         session.converse() if arguments.interactive else session.answer(prompts)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
@@ -71,6 +74,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     model.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: auto, CUDA where torch sees a device)")
     model.add_argument("--bf16", action=argparse.BooleanOptionalAction,
                        help="Compute in bfloat16 or (--no-bf16) in fp32. (default: as trained; fp32 on a CPU)")
+    model.add_argument("--use-flashinfer-fused-rope", action="store_true", help="Turn queries and keys by FlashInfer's kernel.")
     sampler = parser.add_argument_group("Sampler")
     sampler.add_argument("--seed", type=int, default=1234, metavar="N", help="Seed of all draws. (default: 1234)")
     sampler.add_argument("--batch-size", type=int, default=8, metavar="N", help="Prompts generated together. (default: 8)")

@@ -13,7 +13,7 @@ from ..tensor_parallel.initialization import Init
 from .core_attention import AttentionPlan, attend
 from .norms import RMSNorm, rms_norm
 from .recompute import Recompute
-from .rotary import norm_and_rotate
+from .rotary import norm_and_rotate_pair
 from .rows import take_distinct
 from .token_pass import LayerContext, LayerPass
 
@@ -27,7 +27,7 @@ class SelfAttention(nn.Module):
     def __init__(self, name: str, config: ModelConfig, layer: int, *, context: ParallelContext, init: Init, dtype: torch.dtype,
                  recompute: Recompute):
         super().__init__()
-        self.recompute, self.cp = recompute, context.cp
+        self.recompute, self.cp, self.turn = recompute, context.cp, norm_and_rotate_pair
         self.head_dim, self.eps = config.head_dim(layer), config.norm_epsilon
         queries, keys = (heads * self.head_dim for heads in (config.num_attention_heads, config.kv_heads(layer)))
         copies = local_heads(config.num_attention_heads, config.kv_heads(layer), context.tp).kv_copies
@@ -44,8 +44,7 @@ class SelfAttention(nn.Module):
     def forward(self, x: Tensor, layer_pass: LayerPass, earlier: LayerContext | None) -> tuple[Tensor, LayerContext | None]:
         """y [T, H] from x [T, H], and the keys and values that a later pass needs."""
         query, raw_key, raw_value = self._project(x, layer_pass.draws)
-        query = norm_and_rotate(query, self.q_norm.weight, layer_pass.rotary, self.eps)
-        key = norm_and_rotate(raw_key, self.k_norm.weight, layer_pass.rotary, self.eps)
+        query, key = self.turn(query, raw_key, self.q_norm.weight, self.k_norm.weight, layer_pass.rotary, self.eps)
         value = rms_norm(raw_value, None, self.eps)
         if earlier is not None:
             key, value = torch.cat([earlier.key, key]), torch.cat([earlier.value, value])

@@ -50,3 +50,9 @@ def norm_and_rotate(x: Tensor, weight: Tensor | None, table: RotaryTable, eps: f
 
         return kernel.norm_and_rotate(x, weight, table.cos[:, 0], table.sin[:, 0], eps)
     return rotate(rms_norm(x, weight, eps), table)
+
+
+def norm_and_rotate_pair(query: Tensor, key: Tensor, query_weight: Tensor | None, key_weight: Tensor | None, table: RotaryTable,
+                         eps: float) -> tuple[Tensor, Tensor]:
+    """Both of queries [T, h, d] and keys [T, g, d]."""
+    return norm_and_rotate(query, query_weight, table, eps), norm_and_rotate(key, key_weight, table, eps)
