@@ -87,7 +87,8 @@ def adamw_(pieces: Pieces, rates: Rates, divisor: Tensor | None, copy_dtype: tor
     correction, second_correction = 1 - first ** rates.num_steps, 1 - second ** rates.num_steps
     _adamw[(len(pieces.chunks),)](
         pieces.table, pieces.chunks, divisor, first, 1 - first, second, 1 - second, rates.lr / correction, second_correction ** -0.5,
-        rates.eps, rates.lr * rates.weight_decay, COPY=None if copy_dtype is None else _TYPES[copy_dtype], CHUNK=CHUNK, BLOCK=BLOCK, num_warps=WARPS)
+        rates.eps, rates.lr * rates.weight_decay, COPY=None if copy_dtype is None else _TYPES[copy_dtype], CHUNK=CHUNK, BLOCK=BLOCK,
+        num_warps=WARPS)
 
 
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
