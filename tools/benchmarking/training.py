@@ -15,13 +15,12 @@ from megatron_dllm.config import ModelConfig, ObjectiveConfig, OptimizerConfig
 from megatron_dllm.diffusion.inputs import MicrobatchInputs
 from megatron_dllm.kernels.graphs import CudaRecorder
 from megatron_dllm.models.diffusion_gemma.model import DiffusionGemma
-from megatron_dllm.parallel import ParallelContext
 from megatron_dllm.training.graphs import GraphedMicrobatches, MicrobatchResult, forward_backward_of, graphed
 from megatron_dllm.training.optimizer import MasterOptimizer
 from megatron_dllm.training.step import train_step
 
 from .peers import TransformersStep, transformers_model
-from .workload import DeviceNormal, Timing, Workload, measure, real_width, release_memory, synthetic, toy_width
+from .workload import Timing, Workload, calm_model, measure, real_width, release_memory, synthetic, toy_width
 
 AGREE = {torch.bfloat16: 2e-3, torch.float32: 1e-5}
 SIX = ["sliding"] * 5 + ["full"]
@@ -76,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
 def agree_in_fp32(config: ModelConfig, device: torch.device) -> bool:
     """Whether two layers in fp32 give both sides one loss."""
     torch.backends.cuda.matmul.allow_tf32 = False
-    model = _model(config, device, torch.float32)
+    model = calm_model(config, device, torch.float32)
     workload = synthetic(config, 2, 4 * config.canvas_length, device)
     theirs = TransformersStep(transformers_model(model), config, workload)()
     ours = _forward_backward(model, workload)()
@@ -117,7 +116,7 @@ class Line:
 def _run_row(row: Row, config: ModelConfig, device: torch.device, dtype: torch.dtype, arguments: argparse.Namespace) -> list[Line]:
     config = dataclasses.replace(config, enable_mhc_connections=row.streams > 1, mhc_num_residual_streams=max(row.streams, 4))
     objective = ObjectiveConfig(self_conditioning_prob=1.0, canvases_scored="all" if row.all_canvases else "one")
-    model = _model(config, device, dtype)
+    model = calm_model(config, device, dtype)
     workload = synthetic(config, row.batch, row.seq_length, device, objective=objective)
     repeats = arguments.repeats
     step = _training_step(model, workload) if row.optimizer else _forward_backward(model, workload)
@@ -156,17 +155,6 @@ def _measure_peer(row: Row, model: DiffusionGemma, config: ModelConfig, workload
         return value
 
     return measure(whole, device, repeats=repeats)
-
-
-def _model(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> DiffusionGemma:
-    """Each part of a layer adds a tenth of the residual's size: with norms of 1, six random layers make of bf16's rounding, and of an
-    expert that it chooses otherwise, half a percent of the loss, as much between the peers as between them and ours."""
-    model = DiffusionGemma(config, context=ParallelContext.single(device), init=DeviceNormal(device), dtype=dtype)
-    with torch.no_grad():
-        for block in model.layers.values():
-            for norm in (block.post_attention_layernorm, block.post_feedforward_layernorm):
-                norm.weight.mul_(0.1)
-    return model
 
 
 def _forward_backward(model: DiffusionGemma, workload: Workload) -> Callable[[], float]:

@@ -18,6 +18,7 @@ from megatron_dllm.diffusion.batch_plan import RowRequest, fit_example, plan_bat
 from megatron_dllm.diffusion.inputs import MicrobatchInputs, microbatch_inputs, to_device
 from megatron_dllm.diffusion.random import DrawKey, Stream
 from megatron_dllm.diffusion.streams import Streams, build_streams
+from megatron_dllm.models.diffusion_gemma.model import DiffusionGemma
 from megatron_dllm.parallel import ParallelContext, communication
 from megatron_dllm.transformer.token_pass import SequenceSplit
 
@@ -54,6 +55,26 @@ class DeviceNormal:
     def with_std(self, std: float) -> DeviceNormal:
         """The same draws, scaled."""
         return DeviceNormal(self.device, self.seed, std)
+
+
+@torch.no_grad()
+def calm(model: nn.Module) -> None:
+    """Have each part of a layer add a tenth of the residual's size: with norms of 1, six random layers make of bf16's rounding, and of an
+    expert that it chooses otherwise, half a percent of the loss, between any two correct programs."""
+    for block in model.layers.values():
+        for norm in (block.post_attention_layernorm, block.post_feedforward_layernorm):
+            norm.weight.mul_(0.1)
+
+
+def calm_model(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> DiffusionGemma:
+    """A random model, each part of whose layers adds a tenth of the residual's size: with norms of 1, six random layers make of bf16's
+    rounding, and of an expert that it chooses otherwise, half a percent of the loss, as much between two peers as between them and ours."""
+    model = DiffusionGemma(config, context=ParallelContext.single(device), init=DeviceNormal(device), dtype=dtype)
+    with torch.no_grad():
+        for block in model.layers.values():
+            for norm in (block.post_attention_layernorm, block.post_feedforward_layernorm):
+                norm.weight.mul_(0.1)
+    return model
 
 
 @dataclass(frozen=True)
@@ -116,7 +137,8 @@ def release_memory(device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds a call: median, least and most; peak GiB of device memory (0 on a CPU); what the last call returned."""
+    """Milliseconds a call: median, least and most; the most GiB of device memory that were held (0 on a CPU), CUDA graphs' pools and what
+    the allocator has no use for included; what the last call returned."""
 
     median: float
     least: float
@@ -127,6 +149,7 @@ class Timing:
 
 def measure(step: Callable[[], float], device: torch.device, *, warmup: int = 2, repeats: int = 5) -> Timing:
     """Time `step`, which returns a number that it read from the device, so that nothing is left running."""
+    release_memory(device)
     for _ in range(warmup):
         step()
     on_gpu = device.type == "cuda"
@@ -140,7 +163,8 @@ def measure(step: Callable[[], float], device: torch.device, *, warmup: int = 2,
         if on_gpu:
             torch.cuda.synchronize(device)
         times.append((time.perf_counter() - start) * 1e3)
-    peak = torch.cuda.max_memory_allocated(device) / 2**30 if on_gpu else 0.0
+    # Not what is allocated: a graph's memory is in a pool that counts as free between replays.
+    peak = torch.cuda.max_memory_reserved(device) / 2**30 if on_gpu else 0.0
     return Timing(statistics.median(times), min(times), max(times), peak, value)
 
 
