@@ -19,6 +19,7 @@ from megatron_dllm.transformer.gated_delta_fla import FlaGatedDelta, check_fla
 from megatron_dllm.transformer.gated_delta_plan import NOTHING, Runs, gated_delta_plan
 from megatron_dllm.transformer.gated_delta_rule import Level, chunked_gated_delta_rule
 from megatron_dllm.transformer.gated_delta_rule_reference import recurrent_gated_delta_rule
+from megatron_dllm.transformer.rotary_flashinfer import FlashInferRotary, check_flashinfer
 from megatron_dllm.transformer.visibility import CLEAN, Visibility
 
 from .report import outcome_of
@@ -145,6 +146,22 @@ def row_trials(device: torch.device) -> Iterator[Trial]:
                     lambda x, w: rotary.rotate(norms._RMSNorm.apply(x, w, EPS), rotary.RotaryTable(cos[:, None], sin[:, None])),
                     rotary_kernel, lambda x, w: reference.norm_and_rotate(x, w, cos.double(), sin.double(), EPS),
                     lambda dtype: [numbers(TOKENS, 4, 64, device=device, dtype=dtype), *weights(dtype, 1, 64)], device)
+
+    def flashinfer(query: Tensor, key: Tensor) -> tuple[Tensor, ...]:
+        from flashinfer import apply_rope_with_cos_sin_cache
+
+        one, table = torch.ones(64, device=device), rotary.RotaryTable(cos[:, None], sin[:, None])
+        return FlashInferRotary(apply_rope_with_cos_sin_cache)(query, key, one, one, table, EPS)
+
+    def heads() -> list[Tensor]:
+        return [numbers(TOKENS, count, 64, device=device, dtype=dtype_of(device), seed=count, grad=False) for count in (4, 2)]
+
+    def turned(*pair: Tensor) -> tuple[Tensor, ...]:
+        return tuple(reference.norm_and_rotate(x, torch.ones_like(x[0, 0]), cos.double(), sin.double(), EPS) for x in pair)
+
+    refused = outcome_of(partial(check_flashinfer, device, (64,)))
+    yield Trial("norm of heads, rotary", "FlashInfer, no gradient", lambda: compared(flashinfer, turned, heads()),
+                refused.first_line.partition("rope: ")[2] if refused.error else None, optional=True)
 
     def after_attention(function: Function) -> Function:
         return lambda x, y, w, a, b, c: function(x, y, w, (a, b, c), 0.5, EPS)
