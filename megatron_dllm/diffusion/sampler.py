@@ -52,6 +52,18 @@ class Denoiser(Protocol):
         """
         ...
 
+    def denoise_and_read(self, canvas: Tensor, logits: Tensor | None, rows: Tensor, temperature: float, uniforms: Tensor) -> LogitsReading:
+        """read_logits of `denoise`, for uniforms float64 [A, C]. The reading's logits may be overwritten by the next call."""
+        ...
+
+
+class Unrecorded:
+    """`denoise_and_read` of a Denoiser that has nothing better."""
+
+    def denoise_and_read(self: Denoiser, canvas: Tensor, logits: Tensor | None, rows: Tensor, temperature: float,
+                         uniforms: Tensor) -> LogitsReading:
+        return read_logits(self.denoise(canvas, logits, rows), temperature, uniforms, self.dtype)
+
 
 class Draws(Protocol):
     """Every random decision of the sampler. `rows` are indices into the batch, `step` counts up from 0; tensors may be on any device."""
@@ -235,32 +247,41 @@ def _denoise_canvas(
     committed = torch.empty(len(rows), denoiser.canvas_length, dtype=torch.long)
     taken = torch.empty(len(rows), dtype=torch.long)
     slots = torch.arange(len(rows))  # where each row still denoising stands in `committed`
-    canvas = draws.initial_canvas(rows, canvas_index).to(device)
+    canvas, places = _moved(draws.initial_canvas(rows, canvas_index), device), _moved(active, device)
+    uniforms = _moved(draws.uniforms(rows, canvas_index, 0), device)
     stability = Stability(config.stability_threshold)
     logits = None
     for step in range(config.max_denoising_steps):
-        raw = denoiser.denoise(canvas, logits, active[slots].to(device))
-        uniforms = draws.uniforms(rows, canvas_index, step).to(device)
-        reading = read_logits(raw, temperature(step, config), uniforms, denoiser.dtype)
+        reading = denoiser.denoise_and_read(canvas, logits, places, temperature(step, config), uniforms)
+        # Drawn while the device works.
+        fresh = _moved(draws.fresh_tokens(rows, canvas_index, step), device)
+        uniforms = _moved(draws.uniforms(rows, canvas_index, step + 1), device)
         accepted = accept(reading.entropy, config.entropy_bound)
-        canvas = torch.where(accepted, reading.sample, draws.fresh_tokens(rows, canvas_index, step).to(device))
+        canvas = torch.where(accepted, reading.sample, fresh)
         settled = stability.update(reading.argmax) & (reading.entropy.mean(dim=-1) < config.confidence_threshold)
         last = step == config.max_denoising_steps - 1
         done = (torch.ones_like(settled) if last else settled).cpu()
-        argmax = reading.argmax.cpu()
         if observe is not None:
-            observe(DenoisingStep(canvas_index, step, tuple(rows), canvas.cpu(), accepted.cpu(), argmax, reading.entropy.cpu(), done))
-        committed[slots[done]], taken[slots[done]] = argmax[done], step + 1
-        if done.all():
-            break
+            observe(DenoisingStep(canvas_index, step, tuple(rows), canvas.cpu(), accepted.cpu(), reading.argmax.cpu(),
+                                  reading.entropy.cpu(), done))
         logits = reading.logits
         if done.any():
+            committed[slots[done]], taken[slots[done]] = reading.argmax.cpu()[done], step + 1
+            if done.all():
+                break
             going = (~done).nonzero()[:, 0]
-            kept = going.to(device)
+            kept = _moved(going, device)
             slots, rows = slots[going], [rows[i] for i in going.tolist()]
-            canvas, logits = canvas[kept], logits[kept]
+            canvas, logits, places, uniforms = canvas[kept], logits[kept], places[kept], uniforms[kept]
             stability.keep(kept)
     return committed, taken
+
+
+def _moved(values: Tensor, device: torch.device) -> Tensor:
+    """`values` on `device`, whose stream copies them in its own time: the host does not wait for what is under way there."""
+    if device.type == "cuda" and not values.is_cuda:
+        return values.pin_memory().to(device, non_blocking=True)
+    return values.to(device)
 
 
 def temperature(step: int, config: GenerationConfig) -> float:
@@ -279,7 +300,7 @@ class LogitsReading:
     entropy: Tensor
 
 
-def read_logits(logits: Tensor, temperature: float, uniforms: Tensor, dtype: torch.dtype) -> LogitsReading:
+def read_logits(logits: Tensor, temperature: float | Tensor, uniforms: Tensor, dtype: torch.dtype) -> LogitsReading:
     """Temper `logits` [A, C, V] (kept in `dtype` for self-conditioning) and read off sample, argmax and entropy.
 
     Works on slices of positions, so that nothing of size [A, C, V] is made but the kept logits.
@@ -306,6 +327,22 @@ def read_logits(logits: Tensor, temperature: float, uniforms: Tensor, dtype: tor
         entropy[part] = -(probabilities * log_probabilities).sum(dim=-1)
         sample[part] = invert_cumulative(probabilities, flat_uniforms[part])
     return LogitsReading(kept.view(logits.shape), sample.view(shape), argmax.view(shape), entropy.view(shape))
+
+
+def read_product(product: Tensor, softcap: float | None, temperature: Tensor, uniforms: Tensor, *,
+                 kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(sample, argmax, entropy) [N] of the logits softcap * tanh(product / softcap), without a cap `product` itself, [N, V].
+
+    temperature [] is read on the device; `kept` [N, V] gets the logits over it.
+    """
+    if takes(product):
+        from megatron_dllm.kernels import sampling as kernel  # Triton is there with CUDA alone
+
+        return kernel.read_product(product, softcap, temperature, uniforms, kept)
+    logits = product.to(torch.promote_types(product.dtype, torch.float32))
+    reading = read_logits(logits if softcap is None else torch.tanh(logits / softcap) * softcap, temperature, uniforms, kept.dtype)
+    kept.copy_(reading.logits)
+    return reading.sample, reading.argmax, reading.entropy
 
 
 def invert_cumulative(probabilities: Tensor, uniforms: Tensor) -> Tensor:

@@ -8,10 +8,11 @@ import torch
 
 from ..config import GenerationConfig
 from ..data.tokenizers import Tokenizer
-from ..diffusion.sampler import Observer
-from ..models.diffusion_gemma.inference import Session, step_recorder
+from ..diffusion.sampler import Denoiser, Observer
+from ..models.diffusion_gemma.inference import Session
 from ..models.diffusion_gemma.loading import load_for_inference
 from ..models.diffusion_gemma.model import DiffusionGemma
+from ..models.diffusion_gemma.static_session import StaticDecoder, step_recorder
 from .completions import Completion, EndTokens, complete
 
 
@@ -41,5 +42,9 @@ class LoadedModel:
                  observe: Callable[[int], Observer | None] | None = None) -> Iterator[Completion]:
         """See completions.complete."""
         recorder = step_recorder(self.model)
-        return complete(
-            lambda rows: Session(self.model, rows, recorder), prompts, config, self.ends, seed=seed, batch_size=batch_size, observe=observe)
+        decoder = None if recorder is None else StaticDecoder(self.model, recorder)
+
+        def session(rows: int) -> Denoiser:
+            return Session(self.model, rows) if decoder is None else decoder.session(rows, config.max_new_tokens)
+
+        return complete(session, prompts, config, self.ends, seed=seed, batch_size=batch_size, observe=observe)

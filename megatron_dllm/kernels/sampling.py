@@ -1,4 +1,4 @@
-"""The sampler's reading of logits: temperature, argmax, entropy and one sample a position, in two reads of them; and the soft cap."""
+"""The sampler's reading of logits: soft cap, temperature, argmax, entropy and one sample a position, in two reads of them; and softmax."""
 from __future__ import annotations
 
 import torch
@@ -19,8 +19,18 @@ def _cap(product, logits, size, softcap, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _read(logits, uniforms, kept, sample, argmax, entropy, width, temperature, COLUMNS: tl.constexpr):
+def _tempered(value, temperature, softcap, HAS_CAP: tl.constexpr):
+    if HAS_CAP:
+        value, _ = _tanh(value.to(tl.float32) / softcap)
+        value *= softcap
+    return value / temperature
+
+
+@triton.jit
+def _read(logits, uniforms, kept, sample, argmax, entropy, width, temperature, softcap, COLUMNS: tl.constexpr, HAS_CAP: tl.constexpr):
+    """temperature float64 []: read from memory, so that a recording serves every step."""
     position = tl.program_id(0)
+    temperature = tl.load(temperature).to(tl.float32)
     logits += position.to(tl.int64) * width
     kept += position.to(tl.int64) * width
     lanes = tl.arange(0, COLUMNS)
@@ -33,7 +43,7 @@ def _read(logits, uniforms, kept, sample, argmax, entropy, width, temperature, C
     while at < width:
         column = at + lanes
         inside = column < width
-        value = tl.load(logits + column, mask=inside, other=0.0) / temperature
+        value = _tempered(tl.load(logits + column, mask=inside, other=0.0), temperature, softcap, HAS_CAP)
         tl.store(kept + column, value, mask=inside)
         value = tl.where(inside, value, largest)
         share = tl.where(inside, 1.0, 0.0)
@@ -62,8 +72,8 @@ def _read(logits, uniforms, kept, sample, argmax, entropy, width, temperature, C
     at = 0
     while (at < width) & (chosen < 0):
         column = at + lanes
-        value = tl.load(logits + column, mask=column < width, other=-float("inf")) / temperature
-        weight = tl.exp(value - overall)
+        value = _tempered(tl.load(logits + column, mask=column < width, other=0.0), temperature, softcap, HAS_CAP)
+        weight = tl.where(column < width, tl.exp(value - overall), 0.0)
         here = tl.sum(weight, 0)
         last = tl.maximum(last, tl.max(tl.where(weight > 0, column, 0), 0))
         if before + here > target:
@@ -73,6 +83,39 @@ def _read(logits, uniforms, kept, sample, argmax, entropy, width, temperature, C
         before += here
         at += COLUMNS
     tl.store(sample + position, tl.where(chosen < 0, last, chosen).to(tl.int64))
+
+
+@triton.jit
+def _softmax(logits, probabilities, width, COLUMNS: tl.constexpr):
+    logits += tl.program_id(0).to(tl.int64) * width
+    probabilities += tl.program_id(0).to(tl.int64) * width
+    lanes = tl.arange(0, COLUMNS)
+    largest, total = tl.full((COLUMNS,), -3e38, tl.float32), tl.zeros((COLUMNS,), tl.float32)
+    at = 0
+    while at < width:
+        inside = at + lanes < width
+        value = tl.load(logits + at + lanes, mask=inside, other=-3e38).to(tl.float32)
+        now_largest = tl.maximum(largest, value)
+        total = total * tl.exp(largest - now_largest) + tl.where(inside, tl.exp(value - now_largest), 0.0)
+        largest = now_largest
+        at += COLUMNS
+    overall = tl.max(largest, 0)
+    factor = 1 / tl.sum(total * tl.exp(tl.maximum(largest - overall, -1e4)), 0)
+    # Backwards: what was read last is still near.
+    at -= COLUMNS
+    while at >= 0:
+        inside = at + lanes < width
+        value = tl.load(logits + at + lanes, mask=inside, other=0.0).to(tl.float32)
+        tl.store(probabilities + at + lanes, (tl.exp(value - overall) * factor).to(probabilities.dtype.element_ty), mask=inside)
+        at -= COLUMNS
+
+
+def softmax(logits: Tensor, dtype: torch.dtype) -> Tensor:
+    """softmax of each row of logits [N, V], computed in fp32, in `dtype`."""
+    probabilities = torch.empty(logits.shape, dtype=dtype, device=logits.device)
+    if len(logits):
+        _softmax[len(logits),](logits.contiguous(), probabilities, logits.shape[1], COLUMNS=COLUMNS, num_warps=8)
+    return probabilities
 
 
 def soft_capped(product: Tensor, softcap: float) -> Tensor:
@@ -87,10 +130,18 @@ def read_logits(logits: Tensor, temperature: float, uniforms: Tensor, dtype: tor
 
     The sample is the token at quantile `uniforms` [N] in [0, 1), never one of probability zero.
     """
-    count, width = logits.shape
     kept = torch.empty(logits.shape, dtype=dtype, device=logits.device)
-    sample, argmax = (torch.empty(count, dtype=torch.int64, device=logits.device) for _ in range(2))
-    entropy = torch.empty(count, dtype=torch.float32, device=logits.device)
+    return kept, *read_product(logits, None, torch.full((), temperature, dtype=torch.float64, device=logits.device), uniforms, kept)
+
+
+def read_product(product: Tensor, softcap: float | None, temperature: Tensor, uniforms: Tensor,
+                 kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(sample int64 [N], argmax int64 [N], entropy fp32 [N]) of the logits softcap * tanh(product / softcap), or product itself, [N, V],
+    over the temperature, float64 []; `kept` [N, V] gets these."""
+    count, width = product.shape
+    sample, argmax = (torch.empty(count, dtype=torch.int64, device=product.device) for _ in range(2))
+    entropy = torch.empty(count, dtype=torch.float32, device=product.device)
     if count:
-        _read[count,](logits, uniforms, kept, sample, argmax, entropy, width, temperature, COLUMNS=COLUMNS, num_warps=8)
-    return kept, sample, argmax, entropy
+        _read[count,](product, uniforms, kept, sample, argmax, entropy, width, temperature, softcap or 1.0, COLUMNS=COLUMNS,
+                      HAS_CAP=softcap is not None, num_warps=8)
+    return sample, argmax, entropy

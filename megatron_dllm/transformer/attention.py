@@ -11,6 +11,7 @@ from ..tensor_parallel import ColumnParallelLinear, RowParallelLinear, column_la
 from ..tensor_parallel.dropout import TokenDraws
 from ..tensor_parallel.initialization import Init
 from .core_attention import AttentionPlan, attend
+from .key_cache import BlockPlan, KeyCache
 from .norms import RMSNorm, rms_norm
 from .recompute import Recompute
 from .rotary import norm_and_rotate_pair
@@ -41,11 +42,13 @@ class SelfAttention(nn.Module):
         norm = {"eps": self.eps, "context": context, "partial": context.tp.size > 1, "dtype": dtype}
         self.q_norm, self.k_norm = (RMSNorm(f"{name}.{which}_norm", self.head_dim, **norm) for which in "qk")
 
-    def forward(self, x: Tensor, layer_pass: LayerPass, earlier: LayerContext | None) -> tuple[Tensor, LayerContext | None]:
-        """y [T, H] from x [T, H], and the keys and values that a later pass needs."""
+    def forward(self, x: Tensor, layer_pass: LayerPass, earlier: LayerContext | KeyCache | None) -> tuple[Tensor, LayerContext | None]:
+        """y [T, H] from x [T, H], and the keys and values that a later pass needs. A cache at fixed addresses gets them by itself."""
         query, raw_key, raw_value = self._project(x, layer_pass.draws)
         query, key = self.turn(query, raw_key, self.q_norm.weight, self.k_norm.weight, layer_pass.rotary, self.eps)
         value = rms_norm(raw_value, None, self.eps)
+        if isinstance(layer_pass.attention, BlockPlan):
+            return self.o_proj(layer_pass.attention.attend(query, key, value, earlier).flatten(1), layer_pass.draws), None
         if earlier is not None:
             key, value = torch.cat([earlier.key, key]), torch.cat([earlier.value, value])
         out = self.recompute("core_attn", self._attend, query, key, value, layer_pass.attention)

@@ -15,6 +15,7 @@ from ..parallel import ParallelContext
 from ..tensor_parallel.dropout import TokenDraws
 from .core_attention import AttentionPlan, attention_plan
 from .gated_delta_plan import GatedDeltaPlan, Runs, gated_delta_plan, tokens_by_rank
+from .key_cache import BlockPlan
 from .rotary import RotaryTable, inverse_frequencies, rotary_table
 from .visibility import Visibility
 
@@ -28,7 +29,7 @@ class LayerPass:
     """
 
     rotary: RotaryTable
-    attention: AttentionPlan | ShardedPlan
+    attention: AttentionPlan | ShardedPlan | BlockPlan
     kept: Tensor | None
     draws: TokenDraws | None = None
 

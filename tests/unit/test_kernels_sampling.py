@@ -59,3 +59,34 @@ def test_a_sample_has_a_probability(device):
     _, sample, _, entropy = sampling.read_logits(logits.to(device), 1.0, torch.tensor([0.0, 1 - 2.0**-32], device=device), torch.float32)
     assert sample.tolist() == [17, 4500]
     torch.testing.assert_close(entropy.cpu(), torch.full((2,), 2.0).log(), rtol=1e-6, atol=0)
+
+
+@DEVICES
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("softcap", [None, 30.0])
+def test_read_product_is_reading_what_is_capped(device, size, softcap):
+    """Of a product in bf16, into memory that was there before, at a temperature that the device alone knows."""
+    need_kernels(device)
+    from megatron_dllm.kernels import sampling
+
+    product, uniforms = logits_of(*size, device, 20.0).bfloat16(), torch.rand(size[0], dtype=torch.float64).to(device)
+    logits = product.float() if softcap is None else sampling.soft_capped(product, softcap)
+    want = sampling.read_logits(logits, 0.7, uniforms, torch.bfloat16)
+    kept = torch.full_like(product, float("nan"))
+    temperature = torch.tensor(0.7, dtype=torch.float64, device=device)
+    for got, wanted in zip((kept, *sampling.read_product(product, softcap, temperature, uniforms, kept)), (want[0], *want[1:]), strict=True):
+        assert torch.equal(got, wanted)
+
+
+@DEVICES
+@pytest.mark.parametrize("spread", [0.0, 1.0, 30.0])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_softmax(device, size, spread):
+    need_kernels(device)
+    from megatron_dllm.kernels import sampling
+
+    for dtype in (torch.float32, torch.bfloat16):
+        logits = logits_of(*size, device, spread).to(dtype)
+        want, got = logits.double().softmax(-1), sampling.softmax(logits, torch.float32)
+        torch.testing.assert_close(got.double(), want, rtol=2e-6, atol=1e-30)
+        assert torch.equal(sampling.softmax(logits, torch.bfloat16), got.bfloat16())

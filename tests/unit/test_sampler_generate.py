@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from megatron_dllm.config import GenerationConfig
-from megatron_dllm.diffusion.sampler import CounterDraws, generate, read_logits, temperature
+from megatron_dllm.diffusion.sampler import CounterDraws, Unrecorded, generate, read_logits, temperature
 
 C, V, PAD, EOS = 4, 50, 0, 1
 CONFIG = GenerationConfig(max_new_tokens=3 * C, max_denoising_steps=6)
 
 
-class ScriptedDenoiser:
+class ScriptedDenoiser(Unrecorded):
     """Row r is sure of its target from step patience[r] of a canvas on; before, its best guess changes with every step.
 
     The target follows from the row and its number of tokens; `ends` maps a row to the number at which it has an end in second place;

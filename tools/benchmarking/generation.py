@@ -13,8 +13,8 @@ import torch
 
 from megatron_dllm.config import GenerationConfig
 from megatron_dllm.diffusion.sampler import CounterDraws, generate
-from megatron_dllm.models.diffusion_gemma.inference import Session, step_recorder
 from megatron_dllm.models.diffusion_gemma.model import DiffusionGemma
+from megatron_dllm.models.diffusion_gemma.static_session import StaticDecoder, step_recorder
 from megatron_dllm.parallel import ParallelContext
 
 from .peers import share_weights, untied_model
@@ -44,11 +44,11 @@ def run(arguments: argparse.Namespace) -> int:
     model.requires_grad_(False).eval()
     share_weights(model, theirs)
     release_memory(device)
-    lines, missed = [], 0
+    decoder, lines, missed = StaticDecoder(model, step_recorder(model)), [], 0
     for batch in arguments.batch_sizes:
         generator = torch.Generator().manual_seed(batch)
         prompt = torch.randint(FIRST_TOKEN, config.vocab_size, (batch, arguments.prompt), generator=generator)
-        ours = _step_ms(lambda steps, prompt=prompt: _ours(model, prompt, steps), device)
+        ours = _step_ms(lambda steps, prompt=prompt: _ours(decoder, prompt, steps), device)
         peer = _step_ms(lambda steps, prompt=prompt: _theirs(theirs, prompt.to(device), config.canvas_length, steps), device)
         aim = AIMS.get(batch, 1.0)
         holds = peer[0] >= aim * ours[0]
@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
         lines.append(f"{batch:>5} {arguments.prompt:>6} {ours[0]:>9.2f} {peer[0]:>12.2f} {peer[0] / ours[0]:>6.2f} {aim:>5.1f} "
                      f"{ours[1]:>9.1f} {peer[1]:>12.1f} {'' if holds else 'missed'}")
     print(f"{arguments.layers} layers, {device.type}, {dtype}; milliseconds a denoising step, sampling included; 'rest': what a canvas "
-          "takes beside its steps (encoding the prompt; ours also records the steps)")
+          "takes beside its steps (encoding the prompt)")
     print(f"{'batch':>5} {'prompt':>6} {'ours':>9} {'transformers':>12} {'ratio':>6} {'aim':>5} {'our rest':>9} {'their rest':>12}")
     print("\n".join(lines))
     return missed
@@ -80,10 +80,11 @@ def _step_ms(generate_with: Callable[[int], None], device: torch.device) -> tupl
     return step * 1e3, (few - FEW * step) * 1e3
 
 
-def _ours(model: DiffusionGemma, prompt: torch.Tensor, steps: int) -> None:
-    config = GenerationConfig(max_new_tokens=model.config.canvas_length, max_denoising_steps=steps)
-    session = Session(model, len(prompt), step_recorder(model))
-    draws = CounterDraws(1, canvas_length=model.config.canvas_length, vocab_size=model.config.vocab_size)
+def _ours(decoder: StaticDecoder, prompt: torch.Tensor, steps: int) -> None:
+    length = decoder.model.config.canvas_length
+    config = GenerationConfig(max_new_tokens=length, max_denoising_steps=steps)
+    session = decoder.session(len(prompt), length)
+    draws = CounterDraws(1, canvas_length=length, vocab_size=session.vocab_size)
     result = generate(session, prompt.tolist(), config, eos_ids=(1,), pad_id=0, draws=draws)
     assert (result.steps == steps).all(), f"a canvas settled after {result.steps.min()} of {steps} steps"
 

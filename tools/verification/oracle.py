@@ -15,7 +15,7 @@ from transformers.models.diffusion_gemma.generation_diffusion_gemma import Entro
 from transformers.models.diffusion_gemma.modeling_diffusion_gemma import DiffusionGemmaForBlockDiffusion
 
 from megatron_dllm.config import GenerationConfig
-from megatron_dllm.diffusion.sampler import Draws
+from megatron_dllm.diffusion.sampler import Draws, Unrecorded
 from megatron_dllm.models.diffusion_gemma.build import load_transformers
 from megatron_dllm.models.diffusion_gemma.inference import Session
 from megatron_dllm.parallel import ParallelContext
@@ -62,7 +62,7 @@ def tiny_oracle(seed: int) -> DiffusionGemmaForBlockDiffusion:
     return model
 
 
-class TransformersDenoiser:
+class TransformersDenoiser(Unrecorded):
     """`Denoiser` over transformers' own modules: a cache for each row, rows run one by one."""
 
     def __init__(self, model: DiffusionGemmaForBlockDiffusion, num_rows: int):

@@ -2,15 +2,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ...kernels.attention_tiles import suits_attention
-from ...kernels.graphs import CudaRecorder, Recorder, Recording
-from ...moe.experts import looped_linear
+from ...diffusion.sampler import Unrecorded
 from ...transformer.block import Context
 from ...transformer.gated_delta_plan import NOTHING, Runs, appended_runs
 from ...transformer.token_pass import LAYER_TYPES, SequenceSplit, TokenPass, token_pass
@@ -18,36 +15,16 @@ from ...transformer.visibility import CLEAN, Visibility
 from .model import DiffusionGemma
 
 
-@dataclass
-class RecordedStep:
-    """A denoising step at fixed addresses: what it reads, and, from its second call on, its recording, whose result are the logits."""
-
-    canvas: Tensor
-    logits: Tensor
-    recording: Recording | None = None
-
-
-def step_recorder(model: DiffusionGemma) -> CudaRecorder | None:
-    """What records the steps of a model; None where that cannot be: not on a CUDA device, on several ranks, or where a layer waits for the
-    host: experts one by one (fp32), attention without our kernels, linear layers."""
-    context, config = model.context, model.config
-    if context.device.type != "cuda" or context.world.size > 1 or "linear" in config.layer_types:
-        return None
-    by_kernels = all(suits_attention(config.head_dim(layer), model.dtype, context.device) for layer in range(config.num_layers))
-    waits = not by_kernels or any(block.moe.experts.product is looped_linear for block in model.layers.values())
-    return None if waits else CudaRecorder(context.device)
-
-
-class Session:
+class Session(Unrecorded):
     """R rows in the middle of generation (the sampler's Denoiser).
 
     Full layers keep the keys of all of a row's tokens, sliding layers those of the last window - 1; linear layers the state at its end.
     A layer's context is one flat tensor, the rows one after the other; `held` says how many keys of each row it has, by layer type.
 
-    With a `recorder`, the steps of a canvas from its third on are replayed: they differ in nothing but the numbers they read.
+    Runs every model in every layout, eagerly; see static_session for what runs faster on one GPU.
     """
 
-    def __init__(self, model: DiffusionGemma, num_rows: int, recorder: Recorder | None = None):
+    def __init__(self, model: DiffusionGemma, num_rows: int):
         config = model.config
         self.model, self.num_rows, self.vocab_size, self.canvas_length = model, num_rows, config.vocab_size, config.canvas_length
         self.max_positions, self.dtype, self.device = config.max_position_embeddings, model.dtype, model.context.device
@@ -57,8 +34,6 @@ class Session:
         self.linear = "linear" in config.layer_types
         self.contexts: dict[int, Context] | None = None
         self._decoding: tuple[tuple[int, ...], TokenPass] | None = None
-        self._recorder = recorder
-        self._step: RecordedStep | None = None
 
     @torch.no_grad()
     def encode(self, tokens: Sequence[Tensor]) -> None:
@@ -66,7 +41,7 @@ class Session:
         counts = np.array([len(row) for row in tokens], np.int64)
         if counts.sum() == 0:
             return
-        self._decoding = self._step = None
+        self._decoding = None
         positions = np.concatenate([np.arange(n) + start for n, start in zip(counts, self.lengths, strict=True)])
         visibility, order, kept, held = {}, {}, {}, {}
         for kind in LAYER_TYPES:
@@ -100,25 +75,8 @@ class Session:
 
     @torch.no_grad()
     def denoise(self, canvas: Tensor, self_conditioning_logits: Tensor | None, rows: Tensor) -> Tensor:
-        """Logits [A, C, V], at least fp32, of canvases [A, C] right after what the rows [A] hold, given the logits of the step before.
-
-        With a recorder they are there until the next call.
-        """
+        """Logits [A, C, V], at least fp32, of canvases [A, C] right after what the rows [A] hold, given the logits of the step before."""
         decoding = self._pass(tuple(rows.tolist()), canvas.shape[1])
-        if self._recorder is None or self_conditioning_logits is None:
-            return self._decode(canvas, self_conditioning_logits, decoding)
-        if self._step is None:
-            self._step = RecordedStep(canvas.clone(), self_conditioning_logits.clone())
-            return self._recorder.warm_up(lambda: self._decode(canvas, self_conditioning_logits, decoding))
-        step = self._step
-        step.canvas.copy_(canvas)
-        step.logits.copy_(self_conditioning_logits)
-        if step.recording is None:
-            step.recording = self._recorder.record(lambda: self._decode(step.canvas, step.logits, decoding))
-        step.recording.replay()
-        return step.recording.result
-
-    def _decode(self, canvas: Tensor, self_conditioning_logits: Tensor | None, decoding: TokenPass) -> Tensor:
         model = self.model
         x, signal = model.embed(canvas.flatten()), None
         if self_conditioning_logits is not None:
@@ -129,7 +87,6 @@ class Session:
     def _pass(self, rows: tuple[int, ...], length: int) -> TokenPass:
         """The canvas pass of these rows; kept until the rows or their contexts change."""
         if self._decoding is None or self._decoding[0] != rows:
-            self._step = None
             chosen = np.array(rows)
             ids = np.repeat(np.arange(len(rows)), length)
             visibility = {}

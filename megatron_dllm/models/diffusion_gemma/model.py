@@ -152,7 +152,12 @@ class DiffusionGemma(nn.Module):
         """The same from logits [T, V] at hand, as the sampler has them (already soft-capped and scaled by its temperature)."""
         embedding = self.embedding.weight
         own = VocabularyRange.of(embedding, self.config.vocab_size, self.context.tp)
-        weights = logits.softmax(-1, dtype=accumulation_dtype(logits.dtype)).to(embedding.dtype)
+        if takes(logits, embedding) and not logits.requires_grad:
+            from ...kernels import sampling as kernel  # Triton is there with CUDA alone
+
+            weights = kernel.softmax(logits, embedding.dtype)
+        else:
+            weights = logits.softmax(-1, dtype=accumulation_dtype(logits.dtype)).to(embedding.dtype)
         signal = weights[:, own.start:own.start + own.size] @ embedding[:own.size]
         return sum_over(signal, self.context.tp) * self.embedding_scale
 
