@@ -15,6 +15,8 @@ SUITES = {
     "layouts": "training over several processes against one process",
     "pipeline": "transfers and schedules over processes: stages on integers bit for bit, the model against one process",
     "transport": "transfers alone between the ranks of a launched world (torchrun), over NCCL on GPUs, bit for bit",
+    "context": "context parallelism of a launched world (torchrun) against one device: ours and Transformer Engine's",
+    "fp8": "FP8 by Transformer Engine against bf16 on a CUDA device: the loss over 100 steps of a toy, and the time of a layer's products",
     "moe": "dispatchers, expert parallelism and dispatch replay, over processes of this machine",
     "sampler": "generation against transformers, with the same draws",
     "resume": "runs taken up again: bit-equal in the same layout, equal after gathering in any other",

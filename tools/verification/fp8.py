@@ -1,0 +1,165 @@
+"""FP8 against BF16: the loss of a toy over 100 steps, and what a layer's products take at the released model's widths.
+
+Trains the toy on 4 x 4 Sudokus by the real loop, in bf16 with our own layers and in FP8 by Transformer Engine, experts too, each from the
+same seeds. The gate: by the last steps, FP8 is off by no more than seeds are from each other. One CUDA device (FP8 wants sm_89 or later).
+
+usage: python tools/verify.py fp8 [--fp8-recipe tensorwise blockwise]
+"""
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from benchmarking.workload import DeviceNormal, real_width
+from torch import Tensor
+from torch.nn.functional import linear
+
+from megatron_dllm.config import MoEConfig, TrainingConfig, format_problems, parse, validate
+from megatron_dllm.moe.experts import Experts
+from megatron_dllm.parallel import ParallelContext
+from megatron_dllm.training.loop import Trainer
+from megatron_dllm.training.metrics_file import read_metrics
+from megatron_dllm.transformer_engine import install, load_engine
+from megatron_dllm.transformer_engine.linear import EngineLinear
+from verification.table import Figure, print_figures
+
+TOY = ("--preset toy --num-layers 2 --layer-types sliding,full --vocab-size 9 --canvas-length 16 --data-source sudoku "
+       "--sudoku-num-puzzles 800 --seq-length 34 --micro-batch-size 16 --global-batch-size 16 --lr 3e-3 --lr-decay-style constant "
+       "--log-interval 1 --bf16").split()
+ENGINE = "--transformer-impl transformer_engine --moe-grouped-gemm-backend transformer_engine".split()
+LAST = 20  # steps whose mean is compared: a step's loss alone is that of its batch
+REPEATS = 10
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--fp8-format", choices=["e4m3", "hybrid"], default="hybrid", help="As of training.")
+    parser.add_argument("--fp8-recipe", nargs="+", choices=["tensorwise", "blockwise"], default=["tensorwise"], help="One or both.")
+    parser.add_argument("--steps", type=int, default=100, help="Optimizer steps of a run.")
+    parser.add_argument("--seeds", type=int, default=3, help="Runs of each kind.")
+    parser.add_argument("--tokens", type=int, default=8192, help="Tokens of the timed products; 0: time nothing.")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the losses, the figures and the times; the number of missed figures."""
+    if not torch.cuda.is_available():
+        raise SystemExit("fp8 needs a CUDA device of sm_89 or later, and torch sees none")
+    device = torch.device("cuda", torch.cuda.current_device())
+    missed = 0
+    bf16 = [losses_of([], seed, arguments.steps, device) for seed in range(1, arguments.seeds + 1)]
+    for recipe in arguments.fp8_recipe:
+        words = [*ENGINE, "--fp8-format", arguments.fp8_format, "--fp8-recipe", recipe]
+        fp8 = [losses_of(words, seed, arguments.steps, device) for seed in range(1, arguments.seeds + 1)]
+        for seed, (plain, low) in enumerate(zip(bf16, fp8, strict=True), 1):
+            print(f"{recipe}, seed {seed}: loss of step 1, and of the last {LAST}: bf16 {plain[0]:.4f} {ending(plain):.4f}, "
+                  f"FP8 {low[0]:.4f} {ending(low):.4f}", flush=True)
+        missed += print_figures(f"fp8 {arguments.fp8_format} {recipe}", loss_figures(bf16, fp8))
+    if arguments.tokens:
+        for line in time_table(arguments.tokens, arguments.fp8_format, device):
+            print(line, flush=True)
+    return missed
+
+
+def losses_of(words: Sequence[str], seed: int, steps: int, device: torch.device) -> list[float]:
+    """The loss of every step of the toy, trained with these flags beside its own."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        run = parse([*TOY, *words, "--seed", str(seed), "--train-iters", str(steps), "--device", device.type, "--run-dir", folder])
+        if problems := validate(run):
+            raise ValueError(format_problems(problems))
+        Trainer.build(run, ParallelContext.single(device)).fit()
+        return [record["loss"] for record in read_metrics(Path(folder) / "metrics.jsonl").records if "loss" in record]
+
+
+def ending(losses: Sequence[float]) -> float:
+    return statistics.mean(losses[-LAST:])
+
+
+def loss_figures(bf16: Sequence[Sequence[float]], fp8: Sequence[Sequence[float]]) -> list[Figure]:
+    """Of runs with the same seeds, seed by seed."""
+    endings = [ending(losses) for losses in bf16]
+    noise = statistics.stdev(endings)
+    off = statistics.mean(ending(low) - plain for low, plain in zip(fp8, endings, strict=True))
+    same = sum(list(low) == list(plain) for low, plain in zip(fp8, bf16, strict=True))
+    return [
+        Figure("FP8's last losses beside bf16's", abs(off), noise, f"mean over seeds, {off:+.4f}; limit: deviation of bf16's seeds"),
+        Figure("their fall, of the first loss", max(ending(low) / low[0] for low in fp8), 0.9, "a toy that learns nothing tells nothing"),
+        Figure("runs without any difference", same, 0, "FP8 would not be in use"),
+    ]
+
+
+@dataclass(frozen=True)
+class Product:
+    """Something to time: `function` of `x`, with weights that ask for a gradient."""
+
+    name: str
+    x: Tensor
+    weights: tuple[Tensor, ...]
+    function: Callable[[Tensor], Tensor]
+
+
+def time_table(tokens: int, fp8_format: str, device: torch.device) -> list[str]:
+    """Forward and backward of a sliding layer's products and its experts, ours, and by Transformer Engine in bf16 and FP8: a line each."""
+    kinds = {"ours, bf16": None, "bf16": TrainingConfig(), "FP8 tensorwise": TrainingConfig(fp8_format=fp8_format),
+             "FP8 blockwise": TrainingConfig(fp8_format=fp8_format, fp8_recipe="blockwise")}
+    rows: dict[str, dict[str, float]] = {}
+    for kind, training in kinds.items():
+        for product in products(tokens, training, device):
+            rows.setdefault(product.name, {})[kind] = milliseconds(product)
+        torch.cuda.empty_cache()
+    dense = [times for name, times in rows.items() if name != "experts"]
+    rows["all but experts"] = {kind: sum(times[kind] for times in dense) for kind in kinds}
+    title = f"{tokens} tokens, forward and backward, ms (times as fast as ours)"
+    return [f"{title:66}" + "".join(f"{kind:>24}" for kind in kinds), *(_line(name, times) for name, times in rows.items())]
+
+
+def _line(name: str, times: Mapping[str, float]) -> str:
+    ours = times["ours, bf16"]
+    return f"{name:66}" + "".join(f"{f'{time:.3f} ({ours / time:.2f})':>24}" for time in times.values())
+
+
+def products(tokens: int, training: TrainingConfig | None, device: torch.device) -> Iterator[Product]:
+    """Of one sliding layer of the released model; `training` None: our own."""
+    model, draw = real_width(["sliding"]), DeviceNormal(device)
+    moe = MoEConfig(moe_grouped_gemm_backend="transformer_engine")
+    engine = None if training is None else load_engine(training, moe, device)
+    hidden, ffn, heads = model.hidden_size, model.ffn_hidden_size, model.num_attention_heads * model.kv_channels
+    keys = model.num_query_groups * model.kv_channels
+    for name, width, depth in (("q", heads, hidden), ("k", keys, hidden), ("v", keys, hidden), ("o", hidden, heads),
+                               ("gate_up", 2 * ffn, hidden), ("down", hidden, ffn)):
+        weight = draw(name, (width, depth), torch.bfloat16).requires_grad_()
+        product = linear if engine is None else EngineLinear(engine, depth, width)
+        yield Product(f"{name} {depth} x {width}", draw("x", (tokens, depth), torch.bfloat16).requires_grad_(), (weight,),
+                      partial(_apply, product, weight))
+    experts = Experts("experts", model, context=ParallelContext.single(device), init=draw, dtype=torch.bfloat16)
+    if engine is not None:
+        install(torch.nn.ModuleList([experts]), engine)
+    counts = torch.full((model.num_experts,), tokens * model.moe_router_topk // model.num_experts, device=device)
+    rows = draw("x", (tokens * model.moe_router_topk, hidden), torch.bfloat16).requires_grad_()
+    yield Product("experts", rows, tuple(experts.parameters()), lambda x: experts(x, counts))
+
+
+def _apply(product: Callable[[Tensor, Tensor], Tensor], weight: Tensor, x: Tensor) -> Tensor:
+    return product(x, weight)
+
+
+def milliseconds(product: Product) -> float:
+    """The median of forward and backward."""
+    y = product.function(product.x)
+    grad = torch.randn_like(y)
+    times = []
+    for repeat in range(REPEATS + 3):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        torch.autograd.grad(product.function(product.x), (product.x, *product.weights), grad)
+        end.record()
+        torch.cuda.synchronize()
+        if repeat >= 3:
+            times.append(start.elapsed_time(end))
+    return statistics.median(times)
