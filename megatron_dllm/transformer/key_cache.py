@@ -10,7 +10,7 @@ p mod (w - 1). With w = 5, a canvas of 3 (x y z) after 6 tokens (0 to 5):
     full        0  1  2  3    4  5  x    y  z ...
     sliding     4  5  2  3    x  y  z    -          the canvas stands after the ring, and sees slots 0 to 6
 
-A block's own keys stand right after what is held. A canvas leaves them there, to be written over; clean tokens are then moved into the ring.
+A block's own keys stand right after what is held. A canvas leaves them there, to be written over; clean tokens then move into the ring.
 """
 from __future__ import annotations
 

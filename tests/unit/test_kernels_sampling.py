@@ -74,7 +74,8 @@ def test_read_product_is_reading_what_is_capped(device, size, softcap):
     want = sampling.read_logits(logits, 0.7, uniforms, torch.bfloat16)
     kept = torch.full_like(product, float("nan"))
     temperature = torch.tensor(0.7, dtype=torch.float64, device=device)
-    for got, wanted in zip((kept, *sampling.read_product(product, softcap, temperature, uniforms, kept)), (want[0], *want[1:]), strict=True):
+    results = sampling.read_product(product, softcap, temperature, uniforms, kept)
+    for got, wanted in zip((kept, *results), want, strict=True):
         assert torch.equal(got, wanted)
 
 

@@ -1,4 +1,4 @@
-"""Generation at fixed addresses: one recording of a denoising step serves all canvases of a session, and all later sessions of as many rows.
+"""Generation at fixed addresses: one recording of a denoising step serves all canvases of a session, and later sessions of as many rows.
 
 What changes from step to step, lengths included, is read on the device. What a recording is made for is a number of active rows; a cache
 that must grow, by steps of CAPACITY_STEP tokens, makes it void.
@@ -124,7 +124,7 @@ class Workspace:
         clean = token_pass(config, visibility, positions, device=device, num_clean=len(positions), kept=kept)
         _, contexts = self.model.run_layers(self.model.embed(torch.cat(list(tokens))), clean)
         for layer, cache in self.caches.items():
-            cache.put(places[config.layer_kinds[layer]], contexts[layer].key, contexts[layer].value)
+            cache.put(places[self.model.layers[str(layer)].kind], contexts[layer].key, contexts[layer].value)
         self.held.copy_(torch.from_numpy(counts))
 
     def grown(self, capacity: int) -> Workspace:
