@@ -1,4 +1,5 @@
 """Plans for Transformer Engine's context parallelism, with a stand-in that attends as the package documents it, in plain torch, float64."""
+import dataclasses
 from unittest import mock
 
 import numpy as np
@@ -10,6 +11,7 @@ from megatron_dllm.context_parallel.layout import SequenceLayout
 from megatron_dllm.context_parallel.plan import Shards, sharded_plan
 from megatron_dllm.parallel import Topology, create_context, gather_sequence
 from megatron_dllm.transformer.core_attention import attend_dense
+from tests.parallel import test_context_parallel as whole_model
 from tests.unit.test_core_attention import random_inputs
 from tests.unit.test_visibility import layout
 
@@ -99,3 +101,22 @@ def test_a_bias_that_hides_nothing_is_seen(world):
     """Also of fill, which only the bias hides from canvases."""
     for worst in world.run(worst_differences, 2, 0.0, size=2):
         assert all(worst[f"{name}, p2p, kept"] > 1e-3 for name in ("one", "unequal", "short"))
+
+
+def model_differences(rank, cases, multiple):
+    """As the module of whole models, with both layer types by the package."""
+    plain = whole_model.split_of
+    with (mock.patch.object(package, "attention", as_documented), mock.patch.object(package, "KEY_MULTIPLE", multiple),
+          mock.patch.object(whole_model, "split_of", lambda case, rank: dataclasses.replace(
+              plain(case, rank), by_package=frozenset(["sliding", "full"])))):
+        return whole_model.differences_from_one_process(rank, cases)
+
+
+@pytest.mark.parametrize("multiple", [4, 128])
+def test_a_model_gives_the_loss_and_gradients_of_one_process(world, multiple):
+    """With chunks of 128 one rank has all clean tokens and the other mostly fill."""
+    cases = {
+        "packed": whole_model.Case(types=("all_gather", "p2p"), lengths=whole_model.LENGTHS, packed=True),
+        "again, recomputed": whole_model.Case(types=("a2a", "p2p"), objective=whole_model.ALWAYS, recompute=frozenset(["block"]))}
+    found = world.run(model_differences, cases, multiple, size=2)[0]
+    assert found.keys() == cases.keys() and all(worst <= 1e-10 for _, worst in found.values()), found

@@ -1,0 +1,300 @@
+"""Context parallelism over the ranks of a launched world against one device, in bf16 on GPUs: ours, and Transformer Engine's.
+
+Usage: torchrun --nproc-per-node 2 tools/verify.py context [--toy] [--without-package]
+
+    one step         six layers of the released widths, a document of 4096 random tokens, its canvas decoded twice: loss and gradient of
+                     ours with heads of 256 and 512, and of both with all heads of 256; with 128 experts of which a token has 8, and with
+                     8 of 8, where rounding decides nothing. Bytes are those that a rank sends for attention, counted in the calls
+    unequal lengths  50 steps of two layers on pairs of documents from 257 to 4023 tokens: losses and gradients stay finite, though canvases
+                     meet ranks of whose keys they see none
+
+The yardstick is one device with another attention kernel: how far rounding alone takes loss and gradient. --toy: toy widths in fp32 on CPU
+processes, without the package.
+"""
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from benchmarking.workload import FIRST_TOKEN, DeviceNormal, Gradients, real_width, release_memory, toy_width
+from torch import Tensor
+
+from megatron_dllm.config import ModelConfig, ParallelConfig, RunConfig, TrainingConfig
+from megatron_dllm.context_parallel.transformer_engine import CanvasPlan
+from megatron_dllm.data.order import Row
+from megatron_dllm.diffusion.inputs import MicrobatchInputs, to_device
+from megatron_dllm.diffusion.random import Stream
+from megatron_dllm.models.diffusion_gemma.build import build_model
+from megatron_dllm.models.diffusion_gemma.model import DiffusionGemma
+from megatron_dllm.parallel import Group, ParallelContext, initialize
+from megatron_dllm.parallel.launch import launched
+from megatron_dllm.training.batches import BatchMaker
+from megatron_dllm.training.optimizer import MasterOptimizer
+from megatron_dllm.training.step import forward_backward, train_step
+from megatron_dllm.transformer import core_attention
+
+from .table import Figure, print_figures
+
+SIX, TWO = ["sliding"] * 5 + ["full"], ["sliding", "full"]
+LOSS_LIMIT, LEAST_COSINE = 1e-3, 0.9999
+STEPS, LEARNING_RATE = 50, 1e-4
+# Prompt and response of the documents of unequal lengths; a response is filled up to whole canvases.
+UNEQUAL = ((3, 20), (3500, 500), (700, 30), (1, 1), (1800, 200), (2047, 1000))
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of one document of random tokens each, (prompt, response) long (an ExampleSource and its order)."""
+
+    documents: tuple[tuple[int, int], ...]
+    vocab_size: int
+    name: str = "random"
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.array(self.documents, np.int32)
+
+    @property
+    def keys(self) -> np.ndarray:
+        return np.stack([np.arange(len(self)), np.zeros(len(self), np.int64)], 1)
+
+    @property
+    def truncated(self) -> np.ndarray:
+        return np.zeros(len(self), bool)
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def tokens(self, index: int) -> np.ndarray:
+        return np.random.default_rng(index).integers(FIRST_TOKEN, self.vocab_size, sum(self.documents[index]))
+
+    def describe(self, index: int) -> str:
+        return f"random document {index}"
+
+    def row(self, n: int) -> Row:
+        return Row(0, (n,))
+
+    def rows_before(self, epoch: int) -> int:
+        return epoch * len(self)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--toy", action="store_true", help="Toy widths in fp32, over CPU processes.")
+    parser.add_argument("--without-package", action="store_true", help="Leave Transformer Engine out.")
+    parser.add_argument("--parts", nargs="+", choices=("step", "lengths"), default=["step", "lengths"], help="What to run.")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the table on rank 0; the number of missed figures."""
+    ranks = launched()[1]
+    if ranks < 2:
+        raise SystemExit("context needs several processes: start it by torchrun --nproc-per-node 2")
+    torch.set_num_threads(1)
+    context = initialize(ParallelConfig(context_parallel_size=ranks), device="cpu" if arguments.toy else "cuda", timeout_minutes=2.0)
+    impls = ["local"] if arguments.toy or arguments.without_package else ["local", "transformer_engine"]
+    suite = Suite(context, arguments.toy, impls)
+    figures = [*(suite.steps() if "step" in arguments.parts else ()), *(suite.unequal_lengths() if "lengths" in arguments.parts else ())]
+    missed = print_figures("context", figures) if context.world.rank == 0 else 0
+    dist.destroy_process_group()
+    return missed
+
+
+@dataclass(frozen=True)
+class Step:
+    """Loss, finished gradient by parameter, bytes sent for attention, milliseconds of a second run."""
+
+    loss: float
+    gradients: Mapping[str, Tensor]
+    sent_bytes: int
+    ms: float
+
+
+@dataclass(frozen=True)
+class Suite:
+    """The two parts, over the ranks of `context`."""
+
+    context: ParallelContext
+    toy: bool
+    impls: Sequence[str]
+
+    def run_of(self, config: ModelConfig, ranks: int, impl: str, *, seq_length: int, rows: int) -> RunConfig:
+        """As flags would give it, with one microbatch of so many rows."""
+        parallel = ParallelConfig(context_parallel_size=ranks)
+        if impl != "local":
+            parallel = dataclasses.replace(parallel, context_parallel_impl=impl, cp_comm_type_sliding="all_gather")
+        run = RunConfig(model=config, parallel=parallel, training=TrainingConfig(bf16=not self.toy))
+        return run.with_values(train_iters=STEPS, seq_length=seq_length, global_batch_size=rows, micro_batch_size=rows)
+
+    def steps(self) -> Iterator[Figure]:
+        """Of each model and each way, loss and gradient against one device."""
+        wide = (toy_width if self.toy else real_width)(SIX)
+        narrow = dataclasses.replace(wide, global_kv_channels=wide.kv_channels)
+        for experts in (wide.num_experts, wide.moe_router_topk):
+            for config, impls in ((wide, ["local"]), (narrow, self.impls)):
+                config = dataclasses.replace(config, num_experts=experts)
+                name = f"heads {config.kv_channels}/{config.global_kv_channels}, {experts} experts"
+                alone = self.step(config, 1, "local")
+                for impl in impls:
+                    shared = self.step(config, self.context.cp.size, impl)
+                    yield from self.compared(f"{name}, {impl} cp{self.context.cp.size}", shared, alone, LOSS_LIMIT, LEAST_COSINE)
+                if not self.toy:
+                    with mock.patch.object(core_attention, "takes_attention", lambda *inputs: False):
+                        yield from self.compared(f"{name}, yardstick", self.step(config, 1, "local"), alone, math.inf, -1.0)
+
+    def compared(self, name: str, found: Step, alone: Step, loss_limit: float, least_cosine: float) -> Iterator[Figure]:
+        """The figures of one way; printed at once, too."""
+        whole, worst, which = cosines(found.gradients, alone.gradients)
+        note = f"{found.loss:.5f} and {alone.loss:.5f}; {found.sent_bytes:,} bytes; {found.ms:.1f} ms, one device {alone.ms:.1f}"
+        figures = [Figure(f"{name}: loss", abs(found.loss - alone.loss) / abs(alone.loss), loss_limit, note),
+                   Figure(f"{name}: 1 - cosine of the gradient", 1 - whole, 1 - least_cosine, f"least of a tensor {worst:.5f} ({which})")]
+        if self.context.world.rank == 0:
+            print(*(f"{figure.name}: {figure.value:.3g} ({figure.note})" for figure in figures), sep="\n", flush=True)
+        yield from figures
+
+    def step(self, config: ModelConfig, ranks: int, impl: str) -> Step:
+        """Forward and backward of one document, on all ranks together or (1) on each by itself."""
+        context = self.context if ranks > 1 else ParallelContext.single(self.context.device)
+        length = 256 if self.toy else 4096
+        run = self.run_of(config, ranks, impl, seq_length=length, rows=1).with_values(self_conditioning_prob=1.0)
+        release_memory(context.device)
+        model = build_model(run, context, init=DeviceNormal(context.device))
+        calm(model)
+        gradients = Gradients(model, context)
+        inputs = inputs_of(run, context, Rows(((length // 2, length - length // 2),), config.vocab_size), [0])
+        with counted(context.cp) as count:
+            loss = forward_backward(model, gradients, inputs).total.item()
+            sent = count()
+        found = {name: bucket.gradient(number).clone() for bucket in gradients.buckets.buckets for number, name in enumerate(bucket.names)}
+        gradients.buckets.zero()
+        start = time.perf_counter()
+        forward_backward(model, gradients, inputs).total.item()
+        ms = (time.perf_counter() - start) * 1e3
+        gradients.buckets.release()
+        return Step(loss, found, sent, ms)
+
+    def unequal_lengths(self) -> Iterator[Figure]:
+        """Of each way: steps that are not finite, of 50; and that hidden blocks were among them."""
+        for impl in self.impls:
+            losses, hidden = self.train(impl)
+            bad = sum(not math.isfinite(loss) for loss in losses)
+            yield Figure(f"{impl}: steps on unequal lengths that are not finite", bad, 0,
+                         f"of {len(losses)}; loss {losses[0]:.4f} to {losses[-1]:.4f}")
+            if impl != "local":
+                yield Figure(f"{impl}: canvases before a rank's keys of which they see none (negated)", -hidden, -1, "at least 1")
+
+    def train(self, impl: str) -> tuple[list[float], int]:
+        """(loss of every step, NaN where the gradient is not finite; pairs of a canvas pass and a rank of whose keys it sees none)."""
+        wide = (toy_width if self.toy else real_width)(TWO)
+        config = dataclasses.replace(wide, global_kv_channels=wide.kv_channels, vocab_size=min(wide.vocab_size, 8192), num_experts=8,
+                                     moe_router_topk=2, hidden_size=min(wide.hidden_size, 1024))
+        documents = tuple((1 + prompt // 16, 1 + response // 16) for prompt, response in UNEQUAL) if self.toy else UNEQUAL
+        run = self.run_of(config, self.context.cp.size, impl, seq_length=1024 if self.toy else 4096, rows=2)
+        release_memory(self.context.device)
+        model = build_model(run, self.context, init=DeviceNormal(self.context.device))
+        model.train()
+        optimizer = MasterOptimizer(model, run.optimizer, self.context)
+        rows = Rows(documents * (-(-2 * STEPS // len(documents))), config.vocab_size)
+        losses, hidden = [], 0
+        for step in range(STEPS):
+            inputs = inputs_of(run, self.context, rows, [2 * step, 2 * step + 1])
+            hidden += sum(map(hidden_blocks, inputs))
+            result = train_step(model, optimizer, inputs, LEARNING_RATE)
+            losses.append(result.loss if result.is_finite else math.nan)
+        optimizer.buckets.release()
+        return losses, hidden
+
+
+@torch.no_grad()
+def calm(model: DiffusionGemma) -> None:
+    """Have each part of a layer add a tenth of the residual's size: otherwise random layers magnify what bf16 rounds."""
+    for block in model.layers.values():
+        for norm in (block.post_attention_layernorm, block.post_feedforward_layernorm):
+            norm.weight.mul_(0.1)
+
+
+def inputs_of(run: RunConfig, context: ParallelContext, rows: Rows, chosen: Sequence[int]) -> tuple[MicrobatchInputs, ...]:
+    """This rank's microbatches of these rows, on the device."""
+    maker = BatchMaker(run, rows, rows, Stream.TRAIN, context)
+    return tuple(to_device(microbatch, context.device) for microbatch in maker.batch(chosen, 0).microbatches())
+
+
+def cosines(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> tuple[float, float, str]:
+    """Cosine of the whole gradients, and the least of any tensor with its name; tensors whose gradient is zero in both are left out."""
+    products = {}
+    for name, a in found.items():
+        b = wanted[name]
+        products[name] = tuple((x * y).sum(dtype=torch.float64).item() for x, y in ((a, b), (a, a), (b, b)))
+    dot, own, other = (sum(product[part] for product in products.values()) for part in range(3))
+    by_tensor = {name: ab / math.sqrt(aa * bb) if aa * bb > 0 else float(aa == bb) for name, (ab, aa, bb) in products.items()}
+    worst = min(by_tensor, key=by_tensor.get)
+    return dot / math.sqrt(own * other), by_tensor[worst], worst
+
+
+def hidden_blocks(inputs: MicrobatchInputs) -> int:
+    """Of the package's canvas plans in both passes, how many ranks' keys are hidden from a canvas query altogether."""
+    found = 0
+    for token_pass in filter(None, (inputs.first_pass, inputs.second_pass)):
+        for kind in ("sliding", "full"):
+            plan = getattr(token_pass.layers[kind].attention, "replicated", None)
+            if isinstance(plan, CanvasPlan):
+                chunks = (plan.bias == 0).unflatten(1, (-1, plan.num_keys // 2)).any(2)
+                by_rank = chunks[:, :chunks.shape[1] // 2] | chunks[:, chunks.shape[1] // 2:].flip(1)
+                # A query that sees nothing at all is fill.
+                found += int((~by_rank)[by_rank.any(1)].sum() > 0)
+    return found
+
+
+@contextmanager
+def counted(cp: Group) -> Iterator[Callable[[], int]]:
+    """While it holds, calls to torch.distributed over `cp` are counted, the package's too; gives what tells the bytes sent until then.
+
+    Ours are in the group's log in any case, and those that both see count once.
+    """
+    if cp.size == 1:
+        with nullcontext():
+            yield lambda: 0
+        return
+    sent = 0
+
+    def add(number: int) -> None:
+        nonlocal sent
+        sent += number
+
+    def counting(function: Callable, bytes_of: Callable[..., int]) -> Callable:
+        def call(*args, **options):
+            add(bytes_of(*args, **options))
+            return function(*args, **options)
+        return call
+
+    def size(x: Tensor) -> int:
+        return x.numel() * x.element_size()
+
+    def passed(operations: Sequence[dist.P2POp]) -> int:
+        return sum(size(one.tensor) for one in operations if one.op is dist.isend)
+
+    def traded(out: Tensor, x: Tensor, *args, **options) -> int:
+        return 0 if x.numel() == 0 else size(x) * (cp.size - 1) // cp.size
+
+    before = cp.log.total("send", cp.name)[1] + cp.log.total("all_to_all", cp.name)[1]
+    ours = cp.log.total(group_name=cp.name)[1]
+    with ExitStack() as stack:
+        for name, bytes_of in (
+                ("batch_isend_irecv", passed), ("all_to_all_single", traded),
+                ("all_gather_into_tensor", lambda out, x, *args, **options: size(x) * (cp.size - 1)),
+                ("reduce_scatter_tensor", lambda out, x, *args, **options: size(out) * (cp.size - 1))):
+            stack.enter_context(mock.patch.object(dist, name, counting(getattr(dist, name), bytes_of)))
+
+        def total() -> int:
+            both = cp.log.total("send", cp.name)[1] + cp.log.total("all_to_all", cp.name)[1] - before
+            return max(sent - both, 0) + cp.log.total(group_name=cp.name)[1] - ours
+
+        yield total
