@@ -20,6 +20,7 @@ from megatron_dllm.tensor_parallel import Initializer
 from megatron_dllm.training.algorithms import BACKENDS, adamw, algorithm_of
 from megatron_dllm.training.determinism import obstacles
 from megatron_dllm.transformer.gated_delta_fla import check_fla
+from megatron_dllm.transformer_engine import choices, load_engine
 
 from .report import REFUSED, TAKEN, Row, Section, outcome_of
 
@@ -34,7 +35,7 @@ def choices_section(device: torch.device, environment: Mapping[str, str] = os.en
     """For the released model's shapes."""
     config = PRESETS[PRESET]
     rows = [*attention_rows(config, device), *expert_rows(config, device), *small_rows(config, device), *dispatcher_rows(config, device),
-            *optimizer_rows(device), *run_rows(device, environment)]
+            *engine_rows(device), *optimizer_rows(device), *run_rows(device, environment)]
     return Section(f"What flags take here ({PRESET})", ("part", "flags", "takes"), tuple(rows))
 
 
@@ -93,6 +94,24 @@ def dispatcher_rows(config: ModelConfig, device: torch.device) -> Iterator[Row]:
         elif why is None:
             build_dispatcher(MoEConfig(moe_token_dispatcher_type=name), context, config, torch.bfloat16)
         yield Row(REFUSED if why else TAKEN, ("dispatch to experts", words, why or name))
+
+
+def engine_rows(device: torch.device) -> Iterator[Row]:
+    """What Transformer Engine takes of each part, and of FP8 the parts that are in it."""
+    engine = "--transformer-impl transformer_engine --moe-grouped-gemm-backend transformer_engine --bf16"
+    for fp8 in ("", " --fp8-format hybrid", " --fp8-format hybrid --fp8-recipe blockwise"):
+        run = run_of(device, (engine + fp8).split())
+        why = refusal(device, (engine + fp8).split())
+        if why is None:
+            found = outcome_of(partial(load_engine, run.training, run.moe, device))
+            why = str(found.error) if found.error else None
+        if why is not None:
+            yield Row(REFUSED, ("layers", engine + fp8, why))
+            continue
+        flags = "--transformer-impl transformer_engine" + fp8
+        for choice in choices(run):
+            if not fp8 or "FP8" in choice.reason:
+                yield Row(TAKEN, (choice.part, flags, f"{choice.taken}; {choice.reason}"))
 
 
 def optimizer_rows(device: torch.device) -> Iterator[Row]:
