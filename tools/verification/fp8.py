@@ -42,7 +42,7 @@ REPEATS = 10
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fp8-format", choices=["e4m3", "hybrid"], default="hybrid", help="As of training.")
     parser.add_argument("--fp8-recipe", nargs="+", choices=["tensorwise", "blockwise"], default=["tensorwise"], help="One or both.")
-    parser.add_argument("--steps", type=int, default=100, help="Optimizer steps of a run.")
+    parser.add_argument("--steps", type=int, default=100, help="Optimizer steps of a run; 0: train nothing.")
     parser.add_argument("--seeds", type=int, default=3, help="Runs of each kind.")
     parser.add_argument("--tokens", type=int, default=8192, help="Tokens of the timed products; 0: time nothing.")
 
@@ -53,8 +53,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise SystemExit("fp8 needs a CUDA device of sm_89 or later, and torch sees none")
     device = torch.device("cuda", torch.cuda.current_device())
     missed = 0
-    bf16 = [losses_of([], seed, arguments.steps, device) for seed in range(1, arguments.seeds + 1)]
-    for recipe in arguments.fp8_recipe:
+    bf16 = [losses_of([], seed, arguments.steps, device) for seed in range(1, arguments.seeds + 1) if arguments.steps]
+    for recipe in arguments.fp8_recipe if arguments.steps else ():
         words = [*ENGINE, "--fp8-format", arguments.fp8_format, "--fp8-recipe", recipe]
         fp8 = [losses_of(words, seed, arguments.steps, device) for seed in range(1, arguments.seeds + 1)]
         for seed, (plain, low) in enumerate(zip(bf16, fp8, strict=True), 1):
