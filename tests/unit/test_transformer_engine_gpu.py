@@ -21,7 +21,8 @@ from tests.unit.toy import CONFIG, toy_inputs, toy_model, toy_plan
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
-LOW_ERROR = 0.06  # of FP8 products: both factors are rounded to 4 bits (2^-4), and such errors add up as their squares
+# Of FP8 products: e4m3 rounds by 0.026 of a number (root mean square), gradients' e5m2 by 0.052, and the squares of both add up: 0.058.
+LOW_ERROR = 0.08
 WIDE = dataclasses.replace(CONFIG, num_experts=4, moe_router_topk=4)  # every token to every expert: no near-tie decides
 
 
