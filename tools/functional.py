@@ -6,13 +6,17 @@
     python tools/functional.py diff GOLDEN OTHER                   compare two golden files
 
 A case is tests/functional/<recipe>/config.yaml. Its golden file says in which environment it was recorded: in the same one a run must
-match it exactly, in another one to the case's tolerances, and the table says so.
+match it exactly, in another one to the case's tolerances, and the table says so. While it records, what is done so far lies beside it in a
+file partial_*.json, which no run compares with.
 """
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -21,8 +25,11 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 
 from functional_tests.cases import Case, read_cases  # noqa: E402
 from functional_tests.fingerprint import changed, fingerprint, golden_name  # noqa: E402
-from functional_tests.golden import Golden, Steps, compare, explain  # noqa: E402
-from functional_tests.running import RunFailed, environment_of, run_once, verify  # noqa: E402
+from functional_tests.golden import Golden, Steps, compare, explain, partial_path, write_partial  # noqa: E402
+from functional_tests.launching import Launcher, RunFailed  # noqa: E402
+from functional_tests.running import Outcome, environment_of, run_once, verify  # noqa: E402
+
+WHOLE = "uninterrupted run"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -49,9 +56,12 @@ def main(argv: list[str] | None = None) -> int:
         if absent := [case.name for case in cases if case.device == "cuda" and not torch.cuda.is_available()]:
             print(f"left out, since torch sees no CUDA device: {', '.join(absent)}")
             cases = [case for case in cases if case.name not in absent]
-        act = (lambda case: run_case(case, arguments.repeat)) if arguments.action == "run" else (
-            lambda case: record_case(case, verified=not arguments.without_verify))
-        failed = [case.name for case in cases if not attempt(case, act)]
+        # Whoever ends this process ends the runs with it.
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+        with Launcher() as launcher:
+            act = (lambda case: run_case(case, arguments.repeat, launcher)) if arguments.action == "run" else (
+                lambda case: record_case(case, launcher, verified=not arguments.without_verify))
+            failed = [case.name for case in cases if not attempt(case, act)]
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -60,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if failed else 0
 
 
-def attempt(case: Case, act) -> bool:
+def attempt(case: Case, act: Callable[[Case], bool]) -> bool:
     """Whether the case holds; a recipe that fails does not, and the others go on."""
     try:
         return act(case)
@@ -69,13 +79,10 @@ def attempt(case: Case, act) -> bool:
         return False
 
 
-def repeat(case: Case, times: int) -> tuple[list[Steps], float]:
-    """The steps of each repeat, each in a directory of its own, and the longest time."""
-    outcomes = []
-    for _ in range(times):
-        with tempfile.TemporaryDirectory(prefix=f"{case.name}_") as folder:
-            outcomes.append(run_once(case, Path(folder)))
-    return [outcome.steps for outcome in outcomes], max(outcome.seconds for outcome in outcomes)
+def run_here(case: Case, launcher: Launcher, *, uninterrupted: bool = False) -> Outcome:
+    """One run, in a directory of its own that goes with it."""
+    with tempfile.TemporaryDirectory(prefix=f"{case.name}_") as folder:
+        return run_once(case, Path(folder), launcher, uninterrupted=uninterrupted)
 
 
 def differing(case: Case, runs: list[Steps]) -> str:
@@ -86,7 +93,7 @@ def differing(case: Case, runs: list[Steps]) -> str:
     return ""
 
 
-def run_case(case: Case, times: int) -> bool:
+def run_case(case: Case, times: int, launcher: Launcher) -> bool:
     """Run it, print a line, or what is wrong; whether it holds."""
     here = fingerprint(case.device, environment_of(case, case.then, Path()))
     path = case.folder / golden_name(here, case.processes)
@@ -94,7 +101,8 @@ def run_case(case: Case, times: int) -> bool:
         print(f"{case.name}: FAILED: there is no {path.name} for this kind of device; python tools/functional.py record --only {case.name}")
         return False
     golden = Golden.read(path)
-    runs, seconds = repeat(case, times)
+    outcomes = [run_here(case, launcher) for _ in range(times)]
+    runs, seconds = [outcome.steps for outcome in outcomes], max(outcome.seconds for outcome in outcomes)
     if difference := differing(case, runs):
         print(f"{case.name}: FAILED: {difference}", flush=True)
         return False
@@ -109,28 +117,41 @@ def run_case(case: Case, times: int) -> bool:
     return True
 
 
-def record_case(case: Case, *, verified: bool) -> bool:
+def record_case(case: Case, launcher: Launcher, *, verified: bool) -> bool:
     """Write the golden file of this environment; refused when repeats differ or the layout does not hold."""
-    runs, seconds = repeat(case, case.repeats)
-    if difference := differing(case, runs):
-        print(f"{case.name}: not recorded: {difference}", flush=True)
-        return False
-    if case.kind != "regular":
-        with tempfile.TemporaryDirectory(prefix=f"{case.name}_") as folder:
-            whole = run_once(case, Path(folder), uninterrupted=True).steps
-        # The same layout must give the same bits; another one adds up in another order.
-        limits = None if case.kind == "resume" else case.tolerances
-        if wrong := compare(runs[0], whole, metrics=case.metrics, num_steps=case.steps, tolerances=limits):
-            print(f"{case.name}: not recorded: it is not what an uninterrupted run (here called golden) gives: "
-                  f"{explain(wrong, runs[0], whole)}", flush=True)
-            return False
-    by = verify(case) if verified else f"not verified when recorded (meant: tools/verify.py {' '.join(case.verify)})"
     here = fingerprint(case.device, environment_of(case, case.then, Path()))
     path = case.folder / golden_name(here, case.processes)
-    Golden(here, by, runs[0]).write(path)
-    print(f"{case.name}: recorded {path.name} from {len(runs)} equal repeats of {case.steps} steps; {by}; {seconds:.0f} s a run",
-          flush=True)
+    started, runs, whole = time.monotonic(), {}, None
+    for name in order_of_runs(case):
+        outcome = run_here(case, launcher, uninterrupted=name == WHOLE)
+        runs[name] = outcome.steps
+        write_partial(partial_path(path), here, runs)
+        print(f"{case.name}: {time.monotonic() - started:.0f} s: {name} done in {outcome.seconds:.1f} s "
+              f"({'; '.join(outcome.times)})", flush=True)
+        whole = runs.get(WHOLE)
+        repeats = [steps for done, steps in runs.items() if done != WHOLE]
+        # The same layout must give the same bits; another one adds up in another order.
+        limits = None if case.kind == "resume" else case.tolerances
+        if difference := differing(case, repeats):
+            print(f"{case.name}: not recorded: {difference}", flush=True)
+            return False
+        if whole and (wrong := compare(repeats[0], whole, metrics=case.metrics, num_steps=case.steps, tolerances=limits)):
+            print(f"{case.name}: not recorded: it is not what an uninterrupted run (here called golden) gives: "
+                  f"{explain(wrong, repeats[0], whole)}", flush=True)
+            return False
+    by = verify(case) if verified else f"not verified when recorded (meant: tools/verify.py {' '.join(case.verify)})"
+    Golden(here, by, repeats[0]).write(path)
+    partial_path(path).unlink()
+    beside = "" if whole is None else " and one uninterrupted run"
+    print(f"{case.name}: recorded {path.name} from {len(repeats)} equal repeats of {case.steps} steps{beside}; {by}; "
+          f"{time.monotonic() - started:.0f} s in all", flush=True)
     return True
+
+
+def order_of_runs(case: Case) -> list[str]:
+    """What recording runs: the run that is not interrupted second, so that a difference shows early."""
+    repeats = [f"repeat {number + 1}" for number in range(case.repeats)]
+    return repeats if case.kind == "regular" else [*repeats[:1], WHOLE, *repeats[1:]]
 
 
 def print_diff(golden: Path, other: Path) -> int:

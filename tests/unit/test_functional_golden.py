@@ -1,6 +1,7 @@
 """Golden values: exact writing, and a comparator that finds every planted fault."""
 
 import copy
+import json
 import math
 import sys
 from pathlib import Path
@@ -13,7 +14,8 @@ import functional  # noqa: E402
 from functional_tests.cases import FOLDER, Case, read_case, read_cases  # noqa: E402
 from functional_tests.fingerprint import changed, fingerprint, golden_name  # noqa: E402
 from functional_tests.golden import Golden, compare, explain, take_steps  # noqa: E402
-from functional_tests.running import Outcome, RunFailed  # noqa: E402
+from functional_tests.launching import Launcher, RunFailed
+from functional_tests.running import Outcome  # noqa: E402
 
 METRICS = ("loss", "grad_norm", "num_zeros")
 STEPS = {step: {"loss": 10 / 3 / step, "grad_norm": 0.1 * step, "num_zeros": step, "loss/t_0.00-0.25": 0.3} for step in range(1, 21)}
@@ -131,16 +133,26 @@ def make_case(tmp_path, monkeypatch, *outcomes, **values):
     return Case(name="case", recipe="", metrics=METRICS, tolerances=LOOSE, verify=(), **values)
 
 
+def record(case):
+    return functional.record_case(case, Launcher(), verified=True)
+
+
 def test_record_refuses_repeats_that_differ(tmp_path, monkeypatch, capsys):
     ours = planted(2, "loss", math.nextafter(STEPS[2]["loss"], 0))
-    assert not functional.record_case(make_case(tmp_path, monkeypatch, STEPS, ours), verified=True)
-    assert "not recorded" in capsys.readouterr().out and not list(tmp_path.iterdir())
+    assert not record(make_case(tmp_path, monkeypatch, STEPS, ours))
+    assert "not recorded" in capsys.readouterr().out
+    # What was run is kept, under a name and in a form that nothing takes for a golden file.
+    (kept,) = tmp_path.iterdir()
+    assert kept.name == "partial_cpu_x1.json" and sorted(json.loads(kept.read_text())["runs"]) == ["repeat 1", "repeat 2"]
+    with pytest.raises(ValueError, match="no golden file"):
+        Golden.read(kept)
 
 
 def test_record_refuses_a_resumed_run_that_is_not_the_whole_one(tmp_path, monkeypatch):
     ours = planted(12, "loss", math.nextafter(STEPS[12]["loss"], 0))
-    assert not functional.record_case(make_case(tmp_path, monkeypatch, ours, ours, STEPS, kind="resume"), verified=True)
-    assert functional.record_case(make_case(tmp_path, monkeypatch, ours, ours, STEPS, kind="reshard"), verified=True)
+    assert not record(make_case(tmp_path, monkeypatch, ours, STEPS, kind="resume"))
+    assert record(make_case(tmp_path, monkeypatch, ours, STEPS, ours, kind="reshard"))
+    assert [path.name for path in tmp_path.iterdir()] == ["golden_cpu_x1.json"]
 
 
 def test_record_refuses_a_layout_that_does_not_hold(tmp_path, monkeypatch):
@@ -150,25 +162,25 @@ def test_record_refuses_a_layout_that_does_not_hold(tmp_path, monkeypatch):
         raise RunFailed("layout")
 
     monkeypatch.setattr(functional, "verify", fails)
-    assert not functional.attempt(case, lambda case: functional.record_case(case, verified=True))
-    assert not list(tmp_path.iterdir())
+    assert not functional.attempt(case, record)
+    assert not list(tmp_path.glob("golden_*"))
 
 
 def test_run_matches_exactly_here_and_to_a_tolerance_elsewhere(tmp_path, monkeypatch, capsys):
     near = planted(4, "loss", STEPS[4]["loss"] * 1.001)
-    assert functional.record_case(make_case(tmp_path, monkeypatch, STEPS, STEPS), verified=True)
-    assert functional.run_case(make_case(tmp_path, monkeypatch, STEPS, STEPS), 2)
+    assert record(make_case(tmp_path, monkeypatch, STEPS, STEPS))
+    assert functional.run_case(make_case(tmp_path, monkeypatch, STEPS, STEPS), 2, Launcher())
     assert "2 repeats equal" in capsys.readouterr().out
-    assert not functional.run_case(make_case(tmp_path, monkeypatch, near), 1)
+    assert not functional.run_case(make_case(tmp_path, monkeypatch, near), 1, Launcher())
     (golden,) = tmp_path.iterdir()
     golden.write_text(golden.read_text().replace('"threads": "1"', '"threads": "64"'))
-    assert functional.run_case(make_case(tmp_path, monkeypatch, near), 1)
+    assert functional.run_case(make_case(tmp_path, monkeypatch, near), 1, Launcher())
     assert "threads 1 here, 64 there" in capsys.readouterr().out
-    assert not functional.run_case(make_case(tmp_path, monkeypatch, planted(4, "loss", 7.0)), 1)
+    assert not functional.run_case(make_case(tmp_path, monkeypatch, planted(4, "loss", 7.0)), 1, Launcher())
 
 
 def test_run_without_a_golden_file_fails(tmp_path, monkeypatch, capsys):
-    assert not functional.run_case(make_case(tmp_path, monkeypatch), 1)
+    assert not functional.run_case(make_case(tmp_path, monkeypatch), 1, Launcher())
     assert "record --only case" in capsys.readouterr().out
 
 

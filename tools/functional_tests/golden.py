@@ -26,8 +26,7 @@ class Golden:
     steps: Steps
 
     def write(self, path: Path) -> None:
-        text = {"fingerprint": dict(self.fingerprint), "verified_by": self.verified_by,
-                "steps": {str(step): {name: to_text(value) for name, value in metrics.items()} for step, metrics in self.steps.items()}}
+        text = {"fingerprint": dict(self.fingerprint), "verified_by": self.verified_by, "steps": steps_text(self.steps)}
         path.write_text(json.dumps(text, indent=1) + "\n", encoding="utf-8")
 
     @classmethod
@@ -39,6 +38,22 @@ class Golden:
             return cls(text["fingerprint"], text["verified_by"], steps)
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
             raise ValueError(f"{path} is no golden file ({type(error).__name__}: {error}); record it anew") from error
+
+
+def partial_path(golden: Path) -> Path:
+    """Where the runs lie that a golden file is being made from; the name is none of a golden file."""
+    return golden.with_name(f"partial_{golden.name.removeprefix('golden_')}")
+
+
+def write_partial(path: Path, fingerprint: Mapping[str, str], runs: Mapping[str, Steps]) -> None:
+    """Every run that is done, by what it is."""
+    text = {"partial": "these runs were not all that a golden file needs, or differ", "fingerprint": dict(fingerprint),
+            "runs": {name: steps_text(steps) for name, steps in runs.items()}}
+    path.write_text(json.dumps(text, indent=1) + "\n", encoding="utf-8")
+
+
+def steps_text(steps: Steps) -> dict[str, dict[str, str | int]]:
+    return {str(step): {name: to_text(value) for name, value in metrics.items()} for step, metrics in steps.items()}
 
 
 def to_text(value: Value) -> str | int:

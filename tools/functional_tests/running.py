@@ -6,24 +6,25 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from functional_tests.cases import ROOT, Case, Part
 from functional_tests.golden import Steps, take_steps
+from functional_tests.launching import Launcher, RunFailed, ask
 from megatron_dllm.training.metrics_file import read_metrics
 
 # A recipe that does not end by itself is stopped after so many times its own limit: machines may be slow and busy.
 PATIENCE = 40
 
 
-class RunFailed(RuntimeError):
-    """A recipe ended with a status other than 0; the text has its last lines."""
-
-
 @dataclass(frozen=True)
 class Outcome:
+    """times: of each start, a text."""
+
     steps: Steps
     seconds: float
+    times: tuple[str, ...] = ()
 
 
 def environment_of(case: Case, part: Part, save: Path) -> dict[str, str]:
@@ -32,38 +33,42 @@ def environment_of(case: Case, part: Part, save: Path) -> dict[str, str]:
     return {**os.environ, **ours, **case.environment, **part.environment}
 
 
-def run_once(case: Case, folder: Path, *, uninterrupted: bool = False) -> Outcome:
+def run_once(case: Case, folder: Path, launcher: Launcher, *, uninterrupted: bool = False) -> Outcome:
     """Run the case in `folder` (empty), as its kind says, or in one go. RunFailed when a recipe fails."""
     started = time.monotonic()
     save = folder / "run"
     common = (*case.flags, "--train-iters", str(case.steps), "--log-interval", "1", "--log-num-zeros-in-grad")
     if case.kind == "regular" or uninterrupted:
-        _start(case, Part(), save, common)
+        # The last step is saved in any case; another save would only take time.
+        times = [_start(case, Part(), save, (*common, "--save-interval", str(case.steps)), launcher)]
     else:
-        _start(case, Part(), save, (*common, "--exit-interval", str(case.stop_after)))
-        _start(case, case.then, save, (*common, *case.then.flags))
+        times = [_start(case, Part(), save, (*common, "--exit-interval", str(case.stop_after)), launcher),
+                 _start(case, case.then, save, (*common, *case.then.flags), launcher)]
     records = read_metrics(save / "metrics.jsonl").records
-    return Outcome(take_steps(records, case.metrics), time.monotonic() - started)
+    return Outcome(take_steps(records, case.metrics), time.monotonic() - started, tuple(times))
 
 
-def _start(case: Case, part: Part, save: Path, flags: tuple[str, ...]) -> None:
-    command = ["bash", str(ROOT / case.recipe), *flags]
-    # A session of its own: what a recipe that is stopped has started goes with it.
-    process = subprocess.Popen(command, env=environment_of(case, part, save), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                               stderr=subprocess.STDOUT, text=True, start_new_session=True)
-    try:
-        output, _ = process.communicate(timeout=PATIENCE * case.seconds)
-    except BaseException:
-        os.killpg(process.pid, 9)
-        process.wait()
-        raise
-    if process.returncode:
-        raise RunFailed(f"{' '.join(command)} ended with status {process.returncode}:\n{output[-3000:]}")
+def _start(case: Case, part: Part, save: Path, flags: tuple[str, ...], launcher: Launcher) -> str:
+    """Start the recipe and wait for its end; where its time went, by the times at which its files were last written."""
+    begin = time.time()
+    command = ask(case.recipe, flags, environment_of(case, part, save), save.parent)
+    asked = time.time()
+    launcher.run(command, save.parent / "output.txt", PATIENCE * case.seconds)
+    end = time.time()
+    # args.txt is written when model, data and groups are there, metrics.jsonl after each step.
+    ready, stepped = ((save / name).stat().st_mtime for name in ("args.txt", "metrics.jsonl"))
+    return (f"asked {asked - begin:.1f} s, ready after {ready - asked:.1f} s, steps {stepped - ready:.1f} s, "
+            f"saved and ended {end - stepped:.1f} s")
 
 
 def verify(case: Case) -> str:
     """Hold the case's layout to one process in float64; the command. RunFailed when it does not hold."""
-    command = ["tools/verify.py", *case.verify]
+    return _verify(case.verify)
+
+
+@cache  # several recipes share a layout
+def _verify(arguments: tuple[str, ...]) -> str:
+    command = ["tools/verify.py", *arguments]
     result = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if result.returncode:
         raise RunFailed(f"{' '.join(command)} ended with status {result.returncode}:\n{(result.stdout + result.stderr)[-3000:]}")
