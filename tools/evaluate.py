@@ -93,7 +93,7 @@ def measure(arguments: argparse.Namespace, flags: Sequence[str]) -> dict[str, An
     problems = check_against_checkpoint(run, loaded.model.config)
     if problems:
         raise ValueError(format_problems(problems))
-    if run.data.data_source == "sudoku":
+    if run.data.makes_examples:
         loaded = LoadedModel(loaded.model, build_tokenizer(run.data, run.model.eos_token_id))
     source = getattr(build_sources(run.data, run.model, loaded.tokenizer, seed=run.training.seed), arguments.on)
     if source is None:

@@ -16,7 +16,7 @@ def adapters_go_somewhere(rank: int | None, targets: tuple[str, ...]) -> Fault |
 
 @check("lora_rank", "lora_targets", "objective", "self_conditioning_prob", "self_conditioning_null")
 def adapted_parts_run(rank: int | None, targets: tuple[str, ...], objective: str, prob: float, null: str) -> Fault | None:
-    if rank is None or "self_conditioning" not in targets or (objective == "block-diffusion" and (prob > 0 or null == "uniform")):
+    if rank is None or "self_conditioning" not in targets or (objective != "ar" and (prob > 0 or null == "uniform")):
         return None
     others = tuple(target for target in targets if target != "self_conditioning") or ("attention", "mlp")
     return Fault("the self-conditioning module is never run, so its adapters are never trained", f"set --lora-targets {' '.join(others)}",

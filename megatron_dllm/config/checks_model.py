@@ -1,6 +1,7 @@
 """Rules of the model's shape and of how it is cut over ranks."""
 
 from megatron_dllm.config.check import Fault, check, divisors, listed
+from megatron_dllm.config.extensions import layer_kind
 from megatron_dllm.config.model import write_layer_types
 from megatron_dllm.config.objective import ObjectiveConfig
 
@@ -50,7 +51,7 @@ def layer_types_fit(num_layers: int, types: tuple[str, ...]) -> Fault | None:
 
 @check("layer_types")
 def last_layer_is_full(types: tuple[str, ...]) -> Fault | None:
-    if types and types[-1] == "full":
+    if types and layer_kind(types[-1]) == "full":
         return None
     mended = (*types[:-1], "full")
     return Fault("the last layer must be full", f"set --layer-types to {write_layer_types(mended)}", {"layer_types": mended})
@@ -261,7 +262,7 @@ def linear_heads_over_ranks(types: tuple[str, ...], key_heads: int, tp: int, cp:
 
 @check("layer_types", "enable_mhc_connections", "save_hf")
 def export_is_expressible(types: tuple[str, ...], mhc: bool, save_hf: str | None) -> Fault | None:
-    if save_hf is None or not mhc and "linear" not in types:
+    if save_hf is None or not mhc and set(types) <= {"sliding", "full"}:
         return None
-    return Fault("transformers has no DiffusionGemma with linear layers or the residual streams of mHC", "leave --save-hf out",
-                 {"save_hf": None})  # fmt: skip
+    return Fault("transformers has no DiffusionGemma with linear layers, the residual streams of mHC, or layers of an extension",
+                 "leave --save-hf out", {"save_hf": None})  # fmt: skip

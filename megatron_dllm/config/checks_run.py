@@ -59,7 +59,7 @@ def antithetic_needs_company(sampling: str, batch: int) -> Fault | None:
 
 @check("data_source", "data_path")
 def some_data(source: str, path: tuple[str, ...]) -> Fault | None:
-    if path or source == "sudoku":
+    if path or DataConfig(data_source=source).makes_examples:
         return None
     return Fault("there is nothing to train on", "give --data-path, or set --data-source to sudoku", {"data_source": "sudoku"})
 
@@ -93,7 +93,8 @@ def split_is_three_shares(split: str) -> Fault | None:
 @check("data_source", "eval_interval", "split")
 def evaluation_has_data(source: str, interval: int | None, split: str) -> Fault | None:
     """Puzzles are held out by their solutions, without --split."""
-    if source == "sudoku" or interval is None or split_is_three_shares(split) or DataConfig(split=split).split_shares()[1] > 0:
+    data = DataConfig(data_source=source, split=split)
+    if data.makes_examples or interval is None or split_is_three_shares(split) or data.split_shares()[1] > 0:
         return None
     return Fault("no share of the data is for validation", "set --split to 969,30,1, or leave out --eval-interval", {"split": "969,30,1"})
 

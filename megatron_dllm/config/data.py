@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron_dllm.config.extensions import DATA_SOURCES
 from megatron_dllm.config.flags import flag
 
 
@@ -13,6 +14,7 @@ class DataConfig:
     data_source: Literal["auto", "chat", "indexed", "sudoku"] = flag(
         "Where examples come from: chat rows, indexed token files (.bin and .idx), generated puzzles, or auto: by the files' names.",
         "auto",
+        further=lambda: tuple(DATA_SOURCES.rows),
     )
     data_path: tuple[str, ...] = flag(
         "Files, folders or globs; several may be blended by a weight before each: 0.3 A 0.7 B.", (), metavar="[WEIGHT] PATH"
@@ -35,6 +37,11 @@ class DataConfig:
     num_workers: int = flag("Processes that prepare batches; 0: the training process itself.", 0)
     sudoku_size: Literal[4, 9] = flag("Side of the generated puzzles.", 4)
     sudoku_num_puzzles: int = flag("Puzzles to generate.", 20000)
+
+    @property
+    def makes_examples(self) -> bool:
+        """Whether the source needs no files, and has a tokenizer of its own."""
+        return self.data_source == "sudoku" or self.data_source in DATA_SOURCES.rows
 
     def blend(self) -> tuple[tuple[float, str], ...]:
         """`data_path` as (weight, path) pairs; paths without weights weigh 1 each. ValueError where a weight or a path is missing."""

@@ -16,13 +16,15 @@ def flag(
     metavar: str | None = None,
     read: Callable[[str], Any] | None = None,
     write: Callable[[Any], str] | None = None,
+    further: Callable[[], tuple[str, ...]] = tuple,
 ) -> Any:
     """A dataclass field that is also a flag: `help` is its --help text; without `default` the field must be given.
 
     The annotation decides the rest: int, float, str, bool, Literal[...] (choices), tuple[X, ...] (several values), X | None.
-    `read` and `write` replace the conversion from and to one command-line word.
+    `read` and `write` replace the conversion from and to one command-line word. `further`: choices beside those of the annotation, asked
+    for when a parser is built.
     """
-    metadata = {"help": help, "metavar": metavar, "read": read, "write": write}
+    metadata = {"help": help, "metavar": metavar, "read": read, "write": write, "further": further}
     return field(metadata=metadata) if default is MISSING else field(default=default, metadata=metadata)
 
 
@@ -53,7 +55,7 @@ class Flag:
             assert ellipsis is ..., f"{spec.name}: only tuple[X, ...] makes a flag"
             several = spec.metadata["read"] is None
         if typing.get_origin(value_type) is typing.Literal:
-            choices = typing.get_args(value_type)
+            choices = (*typing.get_args(value_type), *spec.metadata["further"]())
             value_type = type(choices[0])
         if spec.metadata["read"]:
             choices = None  # of the parts, which `read` checks

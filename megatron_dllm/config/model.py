@@ -5,6 +5,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from megatron_dllm.config.extensions import LAYER_TYPES, layer_kind
 from megatron_dllm.config.flags import flag
 
 LayerType = Literal["sliding", "full", "linear"]
@@ -15,9 +16,10 @@ def read_layer_types(text: str) -> tuple[str, ...]:
     """The layer types that a pattern such as `sliding*5,full` spells, once; ValueError at the item that is not understood."""
     types: list[str] = []
     for item in text.split(","):
-        match = re.fullmatch(r"\s*(sliding|full|linear)\s*(?:\*\s*([1-9]\d*))?\s*", item)
-        if not match:
-            raise ValueError(f"layer types {text!r}: {item!r} is neither sliding nor full nor linear, nor such with a count (sliding*5)")
+        match = re.fullmatch(r"\s*([a-z][a-z0-9_-]*)\s*(?:\*\s*([1-9]\d*))?\s*", item)
+        if not match or match[1] not in LAYER_TYPES.names:
+            raise ValueError(f"layer types {text!r}: {item!r} is none of {', '.join(LAYER_TYPES.names)}, nor such with a count "
+                             "(sliding*5); others come with an --extension")
         types += [match[1]] * int(match[2] or 1)
     return tuple(types)
 
@@ -88,7 +90,12 @@ class ModelConfig:
 
     def is_full(self, layer: int) -> bool:
         """Whether `layer` (from 0) sees the whole sequence, not a window."""
-        return self.layer_types[layer] == "full"
+        return self.layer_kinds[layer] == "full"
+
+    @property
+    def layer_kinds(self) -> tuple[str, ...]:
+        """`layer_types`, with those of ours in the place of such as an extension has added."""
+        return tuple(map(layer_kind, self.layer_types))
 
     def head_dim(self, layer: int) -> int:
         return self.global_kv_channels if self.is_full(layer) else self.kv_channels

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron_dllm.config.extensions import NOISE_SCHEDULES, OBJECTIVES
 from megatron_dllm.config.flags import flag
 
 
@@ -14,6 +15,7 @@ class ObjectiveConfig:
         "block-diffusion: the autoregressive loss of the clean tokens plus the denoising loss of the canvases; "
         "ar: a plain causal language model on the same layers.",
         "block-diffusion",
+        further=lambda: tuple(OBJECTIVES.rows),
     )
     diffusion_loss: Literal["ce", "reweighted", "loo", "reweighted-loo"] = flag(
         "ce: cross entropy; reweighted: divided by 1 - t; loo: with log(1 + V (1 - t) / t) added to the logit of the token "
@@ -34,6 +36,9 @@ class ObjectiveConfig:
         "What stands for the first decoding where there is none: a zero vector, or the mean embedding of a uniform guess.", "zero"
     )
     noise_min: float = flag("Smallest noise level t; t is drawn from here to 1.", 1e-3)
+    noise_schedule: Literal["uniform"] = flag(
+        "Distribution of t: uniform, or what an --extension adds.", "uniform", further=lambda: tuple(NOISE_SCHEDULES.rows)
+    )
     noise_sampling: Literal["uniform", "antithetic"] = flag(
         "uniform: each t on its own; antithetic: the examples of a batch spread over the range.", "uniform"
     )

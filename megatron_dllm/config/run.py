@@ -11,6 +11,7 @@ from megatron_dllm.config import model_source
 from megatron_dllm.config.arguments_file import expand_argument_files
 from megatron_dllm.config.checkpoint import CheckpointConfig
 from megatron_dllm.config.data import DataConfig
+from megatron_dllm.config.extensions import ExtensionConfig, import_extensions
 from megatron_dllm.config.flags import Flag, build_parser, flags_of
 from megatron_dllm.config.generation import GenerationConfig
 from megatron_dllm.config.logging import LoggingConfig
@@ -40,6 +41,7 @@ class RunConfig:
     logging: LoggingConfig = LoggingConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     generation: GenerationConfig = GenerationConfig()
+    extensions: ExtensionConfig = ExtensionConfig()
     model_origin: str = field(default="code", compare=False)
     overrides: tuple[str, ...] = field(default=(), compare=False)
 
@@ -69,6 +71,7 @@ GROUPS: dict[str, type] = {
     "logging": LoggingConfig,
     "checkpoint": CheckpointConfig,
     "generation": GenerationConfig,
+    "extensions": ExtensionConfig,
 }
 DESCRIPTION = "Train a block-diffusion language model. Flags may also stand in files: @args.txt."
 # Field name, which is unique over all groups -> its group and its flag.
@@ -82,6 +85,7 @@ def parse(argv: Sequence[str]) -> RunConfig:
     text for the user: unknown flags, values that are not understood, no model, a model that contradicts its checkpoint.
     """
     words = expand_argument_files(argv, Path())
+    import_extensions(words)
     parser = build_parser(GROUPS.values(), description=DESCRIPTION)
     refuse_unknown(words, parser.known_flags)
     given = vars(parser.parse_args(words))

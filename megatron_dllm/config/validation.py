@@ -104,9 +104,9 @@ class Needs:
 NEEDS = (
     Needs(
         ("diffusion_loss", "canvases_scored", "score_tokens", "score_eos_fill", "encoder_loss_weight", "self_conditioning_prob",
-         "self_conditioning_null", "noise_min", "noise_sampling", "canvas_length_schedule"),
+         "self_conditioning_null", "noise_min", "noise_schedule", "noise_sampling", "canvas_length_schedule"),
         "--objective block-diffusion",
-        lambda run: run.objective.objective == "block-diffusion",
+        lambda run: run.objective.objective != "ar",
     ),
     Needs(("encoder_loss_normalization", "encoder_loss_tokens", "mtp_num_layers"), "--encoder-loss-weight above 0",
           lambda run: run.objective.encoder_loss_weight > 0),
@@ -116,7 +116,7 @@ NEEDS = (
     Needs(("data_path", "split", "tokenizer_type"), "--data-source auto, chat or indexed", lambda run: run.data.data_source != "sudoku"),
     Needs(("data_columns", "chat_template", "supervise_turns"), "--data-source auto or chat",
           lambda run: run.data.data_source in ("auto", "chat")),
-    Needs(("sudoku_size", "sudoku_num_puzzles"), "--data-source sudoku", lambda run: run.data.data_source == "sudoku"),
+    Needs(("sudoku_size", "sudoku_num_puzzles"), "--data-source sudoku", lambda run: run.data.makes_examples),
     Needs(("tokenizer_model",), "--tokenizer-type HuggingFaceTokenizer", lambda run: run.data.tokenizer_type == "HuggingFaceTokenizer"),
     Needs(("max_canvases_per_row",), "--packing", lambda run: run.data.packing),
     Needs(("eval_iters",), "--eval-interval", lambda run: run.training.eval_interval is not None),

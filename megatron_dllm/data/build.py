@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..config import DataConfig, ModelConfig
+from ..config.extensions import DATA_SOURCES
 from .chat import ChatOptions, open_chat_source
 from .fitting import fit_report, fitted_lengths, num_cut
 from .formats import parse_columns
@@ -39,6 +40,8 @@ def build_tokenizer(data: DataConfig, model_eos_ids: Sequence[int] = ()) -> Toke
 
     `model_eos_ids` count as ends of turn too, which a tokenizer's folder does not always tell.
     """
+    if data.data_source in DATA_SOURCES.rows:
+        return DATA_SOURCES.rows[data.data_source].tokenizer(data)
     if data.data_source == "sudoku":
         return SudokuTokenizer(data.sudoku_size)
     return open_tokenizer(data.tokenizer_type, data.tokenizer_model, chat_template=data.chat_template, extra_eos_ids=model_eos_ids)
@@ -51,6 +54,8 @@ def build_sources(data: DataConfig, model: ModelConfig, tokenizer: Tokenizer, *,
     whatever is wrong with the data.
     """
     check_tokenizer(tokenizer, vocab_size=model.vocab_size, eos_ids=model.eos_token_id)
+    if data.data_source in DATA_SOURCES.rows:
+        return DATA_SOURCES.rows[data.data_source].sources(data, seed)
     if data.data_source == "sudoku":
         return _sudoku(data, seed)
     if not data.data_path:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..config import ObjectiveConfig
+from ..config.extensions import NOISE_SCHEDULES
 from .random import DrawKey, Purpose
 
 NOISE_RANGE = 1 << 32  # noise levels are integers in this range, so that corruption compares integers
@@ -164,12 +165,16 @@ def _draw(request: RowRequest, place: int, objective: ObjectiveConfig, *, slot: 
 
 
 def _noise(key: DrawKey, objective: ObjectiveConfig, *, slot: int, num_slots: int) -> int:
-    """floor(t * 2^32) for t uniform in (noise_min, 1); `antithetic` spreads the levels of a batch evenly over that range."""
+    """floor(t * 2^32) for t uniform in (noise_min, 1), and then as a schedule of a user's own bends it; `antithetic` spreads the levels of
+    a batch evenly over that range."""
     draw = int(key.uint32(Purpose.NOISE_LEVEL)[0])
     if objective.noise_sampling == "antithetic":
         draw = (draw // num_slots + slot * NOISE_RANGE // num_slots) % NOISE_RANGE
     least = int(objective.noise_min * NOISE_RANGE)
     noise = least + (draw * (NOISE_RANGE - least) >> 32)
+    if objective.noise_schedule in NOISE_SCHEDULES.rows:
+        level = NOISE_SCHEDULES.rows[objective.noise_schedule](noise / NOISE_RANGE)
+        noise = min(max(int(level * NOISE_RANGE), least), NOISE_RANGE)
     if objective.diffusion_loss in ("reweighted", "reweighted-loo"):
         noise = min(noise, NOISE_RANGE - least)  # 1 / (1 - t) stays at most 1 / noise_min
     return noise

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..config import ObjectiveConfig
+from ..config.extensions import OBJECTIVES
 from ..transformer.visibility import CLEAN, Visibility
 from .batch_plan import Denominators, Microbatch, PlannedExample
 from .random import Purpose
@@ -138,6 +139,8 @@ def _canvas(example: PlannedExample, canvas: int, text: np.ndarray, objective: O
     weights = example.scored(canvas, objective) / max(denominators.decoder, 1)
     if objective.diffusion_loss in ("reweighted", "reweighted-loo"):
         weights = weights / (1 - example.noise_level)
+    if objective.objective in OBJECTIVES.rows:
+        weights = weights * OBJECTIVES.rows[objective.objective].weights(example, canvas, objective)
     return TokenStream(
         np.where(example.corrupted(canvas), replacement, targets), np.arange(start, start + length),
         np.where(weights > 0, targets, 0), weights)

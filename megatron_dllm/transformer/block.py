@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import ModelConfig
+from ..config.extensions import LAYER_TYPES
 from ..moe.balance import RoutedTokens
 from ..moe.layer import MoELayer
 from ..moe.replay import NOT_CHECKPOINTED, Call
@@ -46,7 +47,7 @@ class TransformerBlock(nn.Module):
     def __init__(self, layer: int, config: ModelConfig, *, context: ParallelContext, init: Init, dtype: torch.dtype,
                  recompute: Recompute, moe_layer: Callable[..., MoELayer]):
         super().__init__()
-        self.kind = config.layer_types[layer]
+        self.kind, added = config.layer_kinds[layer], LAYER_TYPES.rows.get(config.layer_types[layer])
         self.recompute = recompute
         self.tp, self.sequence_parallel = context.tp, context.sequence_parallel
         name, hidden, shared = f"layers.{layer}", config.hidden_size, {"context": context, "init": init, "dtype": dtype}
@@ -61,7 +62,8 @@ class TransformerBlock(nn.Module):
 
         self.attention_connection = connection("attention_connection")
         self.input_layernorm = norm("input_layernorm")
-        self.attention = ATTENTION[self.kind](f"{name}.attention", config, layer, recompute=recompute, **shared)
+        build = ATTENTION[self.kind] if added is None else added.build
+        self.attention = build(f"{name}.attention", config, layer, recompute=recompute, **shared)
         self.post_attention_layernorm = norm("post_attention_layernorm")
         self.feed_forward_connection = connection("feed_forward_connection")
         self.pre_feedforward_layernorm = norm("pre_feedforward_layernorm")

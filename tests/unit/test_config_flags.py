@@ -22,6 +22,8 @@ def random_value(name: str, annotation: typing.Any, rng: random.Random) -> typin
         return rng.choice([None, random_value(name, parts[0], rng)])
     if name == "layer_types":
         return tuple(rng.choice(["sliding", "full", "linear"]) for _ in range(rng.randint(1, 12)))
+    if name == "extension":  # they are imported
+        return tuple(rng.sample(["json", "math", "importlib.util"], rng.randint(0, 3)))
     if typing.get_origin(annotation) is tuple:
         values = [random_value(name, parts[0], rng) for _ in range(rng.randint(0, 3))]
         return tuple("./" + v if isinstance(v, str) and v.startswith(("-", "@")) else v for v in values)

@@ -118,7 +118,7 @@ class TestLayerTypes:
 
     @pytest.mark.parametrize("text", ["", "full*0", "full*", "slide", "full,,full", "full 2"])
     def test_read_refuses(self, text):
-        with pytest.raises(ValueError, match="neither sliding nor full"):
+        with pytest.raises(ValueError, match="none of sliding, full, linear"):
             read_layer_types(text)
 
     @pytest.mark.parametrize(

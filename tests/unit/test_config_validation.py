@@ -127,7 +127,7 @@ CASES: list[tuple[str, dict, int, str]] = [
     ("streams_to_recompute", {"recompute_granularity": "selective", "recompute_modules": ("mhc",)}, 1, "set --enable-mhc-connections, or"),
     ("linear_heads", {"linear_num_key_heads": 5, "layer_types": LINEAR}, 1, "32 value heads do not share 5 key heads evenly"),
     ("linear_heads_over_ranks", {"layer_types": LINEAR, "linear_num_key_heads": 1, "tensor_model_parallel_size": 2}, 2, "1 key heads of"),
-    ("export_is_expressible", {"enable_mhc_connections": True, "save_hf": "h"}, 1, "the residual streams of mHC; leave --save-hf out"),
+    ("export_is_expressible", {"enable_mhc_connections": True, "save_hf": "h"}, 1, "the residual streams of mHC, or layers of an extension; leave --save-hf out"),
     ("export_is_expressible", {"layer_types": LINEAR, "save_hf": "h"}, 1, "with linear layers"),
     ("gated_delta_kernels", {"gdn_kernel_backend": "fla"}, 1, "compute in bf16; set --gdn-kernel-backend torch"),
     ("gated_delta_kernels", {"gdn_kernel_backend": "fla", "bf16": True, "device": "cpu"}, 1, "need a CUDA device"),
@@ -253,7 +253,7 @@ def other_value(name: str) -> typing.Any:
     """Some value of the field that is not its default."""
     item = FLAGS[name][1]
     if item.choices:
-        value = next(choice for choice in item.choices if choice != item.default)
+        value = next((choice for choice in item.choices if choice != item.default), "that of an extension")
     elif item.kind is bool:
         return not item.default
     elif item.kind is str:

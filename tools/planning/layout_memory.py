@@ -71,7 +71,7 @@ class Cut:
 
 def model_elements(run: RunConfig) -> ModelElements:
     """The parameters of rank 0 by part."""
-    types = tuple(dict.fromkeys(run.model.layer_types))
+    types = tuple(dict.fromkeys(run.model.layer_kinds))
     plain = replace(run, parallel=ParallelConfig(), model=replace(run.model, num_layers=len(types), layer_types=types),
                     training=TrainingConfig(bf16=run.training.bf16), data=DataConfig())
     parallel = run.parallel
@@ -157,6 +157,6 @@ def buffer_bytes(run: RunConfig, elements: Elements, tokens: float) -> float:
     again = 0.0
     if run.training.recompute_granularity is not None:
         plain = replace(run, training=replace(run.training, recompute_granularity=None, recompute_modules=()))
-        again = tokens * max(activation_bytes(plain, kind) for kind in set(model.layer_types))
+        again = tokens * max(activation_bytes(plain, kind) for kind in set(model.layer_kinds))
     frozen_embedding = not any(trained and grid == "dense" and size for (grid, trained, size) in elements)
     return RUNTIME_BYTES + again + (0 if frozen_embedding else 2 * 4 * vocabulary)

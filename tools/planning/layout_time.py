@@ -44,7 +44,7 @@ class StepTime:
 def token_counts(run: RunConfig, rows: int, *, canvases: int = 1, conditioned: float | None = None) -> TokenCounts:
     """Tokens of `rows` full rows, each with so many canvases that begin half way on average; `conditioned` is the share with a draft."""
     length, canvas = run.data.seq_length, run.model.canvas_length
-    diffusion = run.objective.objective == "block-diffusion"
+    diffusion = run.objective.objective != "ar"
     count = rows * canvases if diffusion else 0
     share = run.objective.self_conditioning_prob if conditioned is None else conditioned
     return TokenCounts(
@@ -55,7 +55,7 @@ def token_counts(run: RunConfig, rows: int, *, canvases: int = 1, conditioned: f
 
 
 def tokens_with_gradient(run: RunConfig, rows: float, canvases: int) -> float:
-    canvas = run.model.canvas_length * canvases if run.objective.objective == "block-diffusion" else 0
+    canvas = run.model.canvas_length * canvases if run.objective.objective != "ar" else 0
     return rows * (run.data.seq_length + canvas)
 
 
@@ -90,7 +90,7 @@ def communication_ms(run: RunConfig, tokens: float, layers: float, *, gpus_per_n
     rows = hidden * model.moe_router_topk / tp
     # Dispatch and combine each go there and back.
     total += 2 * rows * (ep * etp - 1) / (ep * etp) * passes / rate(tp * ep)
-    full = model.layer_types.count("full") / model.num_layers
+    full = model.layer_kinds.count("full") / model.num_layers
     keys = 2 * tokens * model.num_global_query_groups * model.global_kv_channels * size
     total += keys * (cp - 1) * full * passes / rate(tp * cp)
     return total * layers

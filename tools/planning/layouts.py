@@ -151,9 +151,9 @@ def plan(run: RunConfig, arguments: argparse.Namespace) -> Plan:
 
 def _stage(run: RunConfig, layout: StageLayout | None, rank: int) -> tuple[str, tuple[str, ...]]:
     if layout is None:
-        return "E" + "m" * run.model.mtp_num_layers + "L", run.model.layer_types
+        return "E" + "m" * run.model.mtp_num_layers + "L", run.model.layer_kinds
     part = layout.part(rank)
-    return part.letters, tuple(run.model.layer_types[layer] for layer in part.layers)
+    return part.letters, tuple(run.model.layer_kinds[layer] for layer in part.layers)
 
 
 def _held(run: RunConfig, elements: memory.ModelElements, rank: int, layout: StageLayout | None, in_flight: float, tokens: float, dp: int,
