@@ -17,14 +17,14 @@ import argparse
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from unittest import mock
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from benchmarking.exchanges import counted
 from benchmarking.workload import FIRST_TOKEN, DeviceNormal, Gradients, real_width, release_memory, toy_width
 from torch import Tensor
 
@@ -35,7 +35,7 @@ from megatron_dllm.diffusion.inputs import MicrobatchInputs, to_device
 from megatron_dllm.diffusion.random import Stream
 from megatron_dllm.models.diffusion_gemma.build import build_model
 from megatron_dllm.models.diffusion_gemma.model import DiffusionGemma
-from megatron_dllm.parallel import Group, ParallelContext, initialize
+from megatron_dllm.parallel import ParallelContext, initialize
 from megatron_dllm.parallel.launch import launched
 from megatron_dllm.training.batches import BatchMaker
 from megatron_dllm.training.optimizer import MasterOptimizer
@@ -251,50 +251,3 @@ def hidden_blocks(inputs: MicrobatchInputs) -> int:
                 # A query that sees nothing at all is fill.
                 found += int((~by_rank)[by_rank.any(1)].sum() > 0)
     return found
-
-
-@contextmanager
-def counted(cp: Group) -> Iterator[Callable[[], int]]:
-    """While it holds, calls to torch.distributed over `cp` are counted, the package's too; gives what tells the bytes sent until then.
-
-    Ours are in the group's log in any case, and those that both see count once.
-    """
-    if cp.size == 1:
-        with nullcontext():
-            yield lambda: 0
-        return
-    sent = 0
-
-    def add(number: int) -> None:
-        nonlocal sent
-        sent += number
-
-    def counting(function: Callable, bytes_of: Callable[..., int]) -> Callable:
-        def call(*args, **options):
-            add(bytes_of(*args, **options))
-            return function(*args, **options)
-        return call
-
-    def size(x: Tensor) -> int:
-        return x.numel() * x.element_size()
-
-    def passed(operations: Sequence[dist.P2POp]) -> int:
-        return sum(size(one.tensor) for one in operations if one.op is dist.isend)
-
-    def traded(out: Tensor, x: Tensor, *args, **options) -> int:
-        return 0 if x.numel() == 0 else size(x) * (cp.size - 1) // cp.size
-
-    before = cp.log.total("send", cp.name)[1] + cp.log.total("all_to_all", cp.name)[1]
-    ours = cp.log.total(group_name=cp.name)[1]
-    with ExitStack() as stack:
-        for name, bytes_of in (
-                ("batch_isend_irecv", passed), ("all_to_all_single", traded),
-                ("all_gather_into_tensor", lambda out, x, *args, **options: size(x) * (cp.size - 1)),
-                ("reduce_scatter_tensor", lambda out, x, *args, **options: size(out) * (cp.size - 1))):
-            stack.enter_context(mock.patch.object(dist, name, counting(getattr(dist, name), bytes_of)))
-
-        def total() -> int:
-            both = cp.log.total("send", cp.name)[1] + cp.log.total("all_to_all", cp.name)[1] - before
-            return max(sent - both, 0) + cp.log.total(group_name=cp.name)[1] - ours
-
-        yield total
