@@ -96,9 +96,8 @@ def test_norm(width):
     check(*functions, exact, [numbers(300, width), 1 + 0.2 * numbers(width, seed=1)], None)
 
 
-@pytest.mark.parametrize("recipe", [None, "tensorwise"])
-def test_a_model(recipe):
-    """Loss and gradients of the toy."""
+def test_a_model():
+    """Loss and gradients of the toy, which magnifies roundings too much to tell anything of FP8: tools/verify.py fp8 trains with that."""
     context, inputs = ParallelContext.single(CUDA), {}
     for dtype in (torch.float64, torch.float32):
         inputs[dtype] = to_device(toy_inputs(toy_plan(config=WIDE), config=WIDE, dtype=dtype), CUDA)
@@ -111,9 +110,8 @@ def test_a_model(recipe):
     exact_loss, exact = run(toy_model(config=WIDE, context=context))
     loss, gradient = run(toy_model(torch.bfloat16, config=WIDE, context=context))
     model = toy_model(torch.bfloat16, config=WIDE, context=context)
-    install(model, engine_of(recipe))
+    install(model, engine_of())
     low_loss, low_gradient = run(model)
     own, found = (((g - exact).norm() / exact.norm()).item() for g in (gradient, low_gradient))
     print(f"loss {exact_loss:.5f}, bf16 {loss:.5f}, package {low_loss:.5f}; gradients off by {own:.1e}, package {found:.1e}")
-    assert found <= (2 * own if recipe is None else 0.3) and abs(low_loss - exact_loss) <= 0.02 * exact_loss
-    assert recipe is None or found > 2 * own
+    assert found <= 2 * own and abs(low_loss - exact_loss) <= 0.01 * exact_loss
