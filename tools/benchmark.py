@@ -16,6 +16,7 @@ SUITES = {
     "scaling": ("scaling", "forward and backward of one global batch on one GPU and on two: dp2, tp2+sp, ep2, cp2"),
     "cpu": ("training", "training steps of the toy beside transformers, on a CPU"),
     "adapters": ("adapters", "training steps of low-rank adapters on a frozen model beside transformers with PEFT"),
+    "kernels": ("kernels", "attention, the experts' products and mHC beside torch"),
     "generation": ("generation", "a denoising step of generation beside transformers"),
     "pipeline": ("pipeline", "PP2 and PP2/VPP2 beside one process, with mHC and without: equal steps, time, bubble"),
     "context": ("context", "optimizer steps on documents of 100,096 tokens, over one GPU or several that share them: tokens/s, memory, bytes"),

@@ -3,7 +3,8 @@
     python tools/benchmark_kernels.py [--tokens 5120] [--only NAME] [--repeats 20]
 
 A row: milliseconds of forward and of backward, the kernel's and plain torch's; the kernel's GB/s of the bytes that must move, and its
-share of a copy's 4.26 TB/s (H200). Needs one CUDA device; about half a minute.
+share of a copy's 4.26 TB/s (H200). Needs one CUDA device; about half a minute. Attention, the experts' products and mHC:
+`python tools/benchmark.py --suite kernels`.
 """
 from __future__ import annotations
 
