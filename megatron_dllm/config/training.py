@@ -61,6 +61,9 @@ class TrainingConfig:
         "none",
     )
     cuda_graph_limit: int = flag("Graphs held at most; microbatches of further forms run without one.", 16)
+    cuda_graph_token_multiple: int = flag(
+        "Fill each microbatch's clean tokens up to a multiple of this, so that texts of many lengths share a few graphs; with --packing, "
+        "--micro-batch-size times --seq-length gives one length.", 1)
     exit_duration_in_mins: int | None = flag("Save and stop after this many minutes.", None)
     exit_interval: int | None = flag("Save and stop at the first step that this number divides.", None)
     exit_signal: Literal["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2"] = flag(

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from ..config import ModelConfig
 from ..context_parallel.layout import ContextSplit
 from ..context_parallel.microbatch import SharedMicrobatch
-from ..moe.balance import CANVAS, CLEAN, DRAFT, RoutedTokens
+from ..moe.balance import CANVAS, CLEAN, DRAFT, FILL, RoutedTokens
 from ..transformer.gated_delta_plan import first_runs, second_runs
 from ..transformer.token_pass import LAYER_TYPES, SequenceSplit, TokenPass, token_pass
 from ..transformer.visibility import CLEAN as NO_CANVAS
@@ -81,13 +82,15 @@ def to_device(value, device: torch.device):
 
 
 def microbatch_inputs(streams: Streams, config: ModelConfig, *, dtype: torch.dtype, uniform_null: bool = False,
-                      leave_one_out: bool = False, second_loop: bool = False, mtp_scale: float = 0.1, device: torch.device = CPU,
+                      leave_one_out: bool = False, second_loop: bool = False, mtp_scale: float = 0.1, scored_multiple: int = 1,
+                      device: torch.device = CPU,
                       split: SequenceSplit = SequenceSplit(),  # noqa: B008 (immutable)
                       context_split: ContextSplit = ContextSplit()) -> MicrobatchInputs:  # noqa: B008 (immutable)
     """A microbatch's streams (whole, on every rank) and the layout of its passes over our own tokens of them.
 
     `dtype` is that of loss weights: at least fp32.
     `second_loop`: there is one even if nothing here takes it, because a rank that shares our experts has one.
+    `scored_multiple`: each pass's scored tokens are filled up to a multiple, by some that weigh nothing.
     """
     shared = SharedMicrobatch.of(streams.visibility, context_split)
     clean, canvas = streams.clean.select(shared.own_clean), streams.canvas.select(shared.own_canvas)
@@ -96,16 +99,17 @@ def microbatch_inputs(streams: Streams, config: ModelConfig, *, dtype: torch.dty
     everyones_drafts = np.concatenate([np.zeros(len(streams.clean), bool), streams.self_conditioned])
     kept = _kept(streams, everyones_drafts, config) if second_loop or everyones_drafts.any() else None
     place = {"device": device, "dtype": dtype}
+    score = partial(_scored, leave_one_out=leave_one_out, multiple=scored_multiple, **place)
+    kinds = np.where(np.arange(len(streams.clean)) < len(streams.clean) - streams.num_fill, CLEAN, FILL)[shared.own_clean]
     canvas_group = 1 + np.minimum((level * NOISE_BINS).astype(np.int64), NOISE_BINS - 1)
     linear, words = "linear" in config.layer_types, streams.dropout
     first_pass = token_pass(
         config, dict.fromkeys(LAYER_TYPES, streams.visibility), np.concatenate([clean.positions, canvas.positions]), num_clean=len(clean),
         kept=kept and {kind: shared.own_kept(kept[kind]) for kind in LAYER_TYPES}, shards=shared.first_pass(), device=device, split=split,
-        routed=_routed(np.concatenate([np.full(len(clean), CLEAN), np.where(again, DRAFT, CANVAS)]), streams, **place),
+        routed=_routed(np.concatenate([kinds, np.where(again, DRAFT, CANVAS)]), streams, **place),
         runs=first_runs(streams.visibility, None if kept is None else streams.self_conditioned) if linear else None,
         draws=None if words is None else np.concatenate([words.clean[shared.own_clean], words.canvas[shared.own_canvas]]))
-    first_scored = _scored(
-        [(clean, np.zeros(len(clean), np.int64), None), (canvas, canvas_group, bonus)], ~drafts, leave_one_out, **place)
+    first_scored = score([(clean, np.zeros(len(clean), np.int64), None), (canvas, canvas_group, bonus)], ~drafts)
     second_pass = second_scored = None
     if kept is not None:
         second_pass = token_pass(
@@ -114,8 +118,7 @@ def microbatch_inputs(streams: Streams, config: ModelConfig, *, dtype: torch.dty
             routed=_routed(np.full(int(again.sum()), CANVAS), streams, **place),
             runs=second_runs(streams.visibility, streams.self_conditioned) if linear else None,
             draws=None if words is None else words.second[shared.own_canvas][again])
-        second_scored = _scored(
-            [(canvas.select(again), canvas_group[again], bonus[again])], np.ones(int(again.sum()), bool), leave_one_out, **place)
+        second_scored = score([(canvas.select(again), canvas_group[again], bonus[again])], np.ones(int(again.sum()), bool))
     return MicrobatchInputs(
         clean=StreamInputs(_tensor(clean.tokens, device)), canvas=StreamInputs(_tensor(canvas.tokens, device)), uniform_null=uniform_null,
         first_pass=first_pass, first_scored=first_scored, draft_rows=_tensor(np.flatnonzero(drafts), device),
@@ -137,7 +140,7 @@ def _further(streams: Streams, config: ModelConfig, scale: float, *, context_spl
         token_pass(config, dict.fromkeys(LAYER_TYPES, clean), streams.clean.positions[own], num_clean=len(own), device=device,
                    shards=shared.first_pass(), split=split),
         tuple(_tensor(stream.tokens, device) for stream in follows),
-        tuple(_scored([(stream, group, None)], everywhere, False, device=device, dtype=dtype) for stream in follows))
+        tuple(_scored([(stream, group, None)], everywhere, device=device, dtype=dtype) for stream in follows))
 
 
 def _moved(clean: TokenStream, visibility: Visibility, places: int, scale: float, pad: int) -> TokenStream:
@@ -169,10 +172,12 @@ def _routed(stream: np.ndarray, streams: Streams, *, device: torch.device, dtype
     return RoutedTokens.of(_tensor(stream, device), streams.num_routed, dtype)
 
 
-def _scored(parts: list[tuple[TokenStream, np.ndarray, np.ndarray | None]], here: np.ndarray, leave_one_out: bool, *,
-            device: torch.device, dtype: torch.dtype) -> Scored:
+def _scored(parts: list[tuple[TokenStream, np.ndarray, np.ndarray | None]], here: np.ndarray, *, leave_one_out: bool = False,
+            multiple: int = 1, device: torch.device, dtype: torch.dtype) -> Scored:
     weights = np.concatenate([stream.weights for stream, _, _ in parts])
-    rows = np.flatnonzero(here & (weights > 0))
+    marked = here & (weights > 0)
+    idle = np.flatnonzero(~(weights > 0))
+    rows = np.union1d(np.flatnonzero(marked), idle[:-int(marked.sum()) % multiple])
 
     def chosen(values: list[np.ndarray]) -> Tensor:
         return _tensor(np.concatenate(values)[rows], device)

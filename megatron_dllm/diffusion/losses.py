@@ -39,8 +39,8 @@ def loss_terms(cross_entropy: Callable, hidden: Tensor, scored: Scored) -> LossT
         bonus=scored.bonus)
 
     per_token = result.per_token
-    values = torch.stack([per_token * scored.weights.to(per_token.dtype), per_token, result.correct.to(per_token.dtype),
-                          torch.ones_like(per_token)])
+    counted = (scored.weights != 0).to(per_token.dtype)  # rows that fill up weigh nothing
+    values = torch.stack([per_token * scored.weights.to(per_token.dtype), per_token * counted, result.correct * counted, counted])
     # One-hot product instead of an atomic add: the same sum on every run.
     one_hot = per_token.new_zeros(len(per_token), NUM_GROUPS).scatter_(1, scored.group[:, None], 1.0)
     return LossTerms(result.loss, *(values @ one_hot).unbind())

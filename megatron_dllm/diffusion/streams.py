@@ -70,6 +70,7 @@ class Streams:
     observed_bonus     float64 [Tc]: what the `loo` loss adds to the logit of the noisy token that is seen; zeros otherwise
     num_routed         tokens that routers' losses count, in the whole global batch
     dropout            words for dropout, if there is any
+    num_fill           how many of the clean tokens, the last ones, are fill
     """
 
     clean: TokenStream
@@ -80,6 +81,7 @@ class Streams:
     observed_bonus: np.ndarray
     num_routed: int
     dropout: DropoutWords | None = None
+    num_fill: int = 0
 
 
 def build_streams(microbatch: Microbatch, tokens: Sequence[np.ndarray], objective: ObjectiveConfig, denominators: Denominators, *,

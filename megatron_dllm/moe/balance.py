@@ -16,14 +16,15 @@ from ..parallel import ParallelContext, communication
 from .permute import count_values
 
 STREAMS = ("clean", "draft", "canvas")
-CLEAN, DRAFT, CANVAS = range(3)
+CLEAN, DRAFT, CANVAS, FILL = range(4)  # fill: in no figure and no loss
 
 
 @dataclass(frozen=True)
 class RoutedTokens:
     """What routers know of the tokens of a pass, made once for all its layers. stream int64 [T]; share [T], at least fp32: 1 / (tokens that
-    count in the step, over all ranks and microbatches), 0 for drafts, which do not count. From these: one_hot [T, S] of the streams, in the
-    dtype of `share`; num_tokens int64 [S]; totals [3]: 0, 0, and the sum of `share`, the losses of a layer without any (RoutingFigures)."""
+    count in the step, over all ranks and microbatches), 0 for drafts and fill, which do not count. From these: one_hot [T, S] of the
+    streams, in the dtype of `share`; num_tokens int64 [S]; totals [3]: 0, 0, and the sum of `share`, the losses of a layer without any
+    (RoutingFigures)."""
 
     stream: Tensor
     share: Tensor
@@ -34,7 +35,7 @@ class RoutedTokens:
     @classmethod
     def of(cls, stream: Tensor, num_counted: int, dtype: torch.dtype) -> RoutedTokens:
         """Of streams [T]; `num_counted` is that global number."""
-        return cls._of(stream, (stream != DRAFT).to(dtype) / num_counted)
+        return cls._of(stream, ((stream == CLEAN) | (stream == CANVAS)).to(dtype) / num_counted)
 
     @classmethod
     def _of(cls, stream: Tensor, share: Tensor) -> RoutedTokens:
@@ -153,7 +154,7 @@ class RoutingFigures:
     @torch.no_grad()
     def of(cls, probabilities: Tensor, indices: Tensor, tokens: RoutedTokens, losses: Tensor | None) -> RoutingFigures:
         num_experts, num_streams = probabilities.shape[1], len(STREAMS)
-        load = count_values(torch.add(indices, tokens.stream[:, None], alpha=num_experts), num_streams * num_experts)
+        load = count_values(torch.add(indices, tokens.stream[:, None], alpha=num_experts), (num_streams + 1) * num_experts)[:-num_experts]
         entropy = tokens.one_hot.to(probabilities.dtype).T @ torch.special.entr(probabilities)
         return cls(load.view(num_streams, num_experts), tokens.num_tokens, entropy.sum(1),
                    tokens.totals if losses is None else torch.cat([losses.detach(), tokens.totals[2:].to(losses.dtype)]))

@@ -12,6 +12,7 @@ from ..context_parallel.layout import ContextSplit
 from ..data.order import Order
 from ..data.source import ExampleSource
 from ..diffusion.batch_plan import BatchPlan, RowRequest, fit_example, plan_batch
+from ..diffusion.fill import SCORED_MULTIPLE, filled_up
 from ..diffusion.inputs import MicrobatchInputs, microbatch_inputs
 from ..diffusion.random import DrawKey, Stream
 from ..diffusion.streams import build_streams
@@ -77,7 +78,8 @@ class BatchMaker:
 
     def inputs(self, plan: BatchPlan, rank: int, number: int) -> MicrobatchInputs:
         """Microbatch `number` of a data-parallel rank with its tokens read and corrupted, on the CPU."""
-        objective, model, microbatch = self.run.objective, self.run.model, plan.microbatches[rank][number]
+        objective, model, training = self.run.objective, self.run.model, self.run.training
+        microbatch = plan.microbatches[rank][number]
         # Ranks that share experts dispatch together: a loop that one of them runs is run by all, with nothing in it where there is nothing.
         # So do the copies of a pipeline: then their ranks of one stage have one action list.
         together = self.context.ep.size * self.context.etp.size * self.context.pp.size > 1
@@ -85,8 +87,11 @@ class BatchMaker:
         streams = build_streams(
             microbatch, tokens, objective, plan.denominators, vocab_size=model.vocab_size, fill_token=model.fill_token_id,
             dropout=self.run.lora.lora_dropout > 0)
+        multiple = training.cuda_graph_token_multiple
+        streams = filled_up(streams, multiple, model.pad_token_id)
         return microbatch_inputs(
-            streams, model, dtype=self.loss_dtype, mtp_scale=objective.mtp_loss_scaling_factor,
+            streams, model, scored_multiple=min(multiple, SCORED_MULTIPLE),
+            dtype=self.loss_dtype, mtp_scale=objective.mtp_loss_scaling_factor,
             uniform_null=objective.self_conditioning_null == "uniform",
             leave_one_out=objective.diffusion_loss in ("loo", "reweighted-loo"), split=SequenceSplit.of(self.context),
             context_split=ContextSplit.of(self.context, self.run.parallel, objective, model),

@@ -48,7 +48,8 @@ def toy_tokens(index: int, length: int, config=CONFIG) -> np.ndarray:
     return np.random.default_rng(index).integers(3, config.vocab_size, length).astype(np.int32)
 
 
-def toy_inputs(plan: BatchPlan, microbatch=0, *, objective=None, config=CONFIG, edit=None, dtype=torch.float64) -> MicrobatchInputs:
+def toy_inputs(plan: BatchPlan, microbatch=0, *, objective=None, config=CONFIG, edit=None, dtype=torch.float64,
+               scored_multiple=1) -> MicrobatchInputs:
     """A microbatch of the plan as the model reads it; `edit` may change its streams first."""
     objective = objective or ObjectiveConfig()
     chosen = plan.microbatches[0][microbatch]
@@ -56,7 +57,7 @@ def toy_inputs(plan: BatchPlan, microbatch=0, *, objective=None, config=CONFIG, 
     streams = build_streams(chosen, tokens, objective, plan.denominators, vocab_size=config.vocab_size, fill_token=config.fill_token_id)
     return microbatch_inputs(
         edit(streams) if edit else streams, config, dtype=dtype, uniform_null=objective.self_conditioning_null == "uniform",
-        leave_one_out=objective.diffusion_loss in ("loo", "reweighted-loo"))
+        leave_one_out=objective.diffusion_loss in ("loo", "reweighted-loo"), scored_multiple=scored_multiple)
 
 
 def gradients(model: DiffusionGemma, plan: BatchPlan, **options) -> tuple[float, dict[str, torch.Tensor]]:
