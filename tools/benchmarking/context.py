@@ -10,6 +10,8 @@ The learned loss is that of the answer. Masters and moments are shared over the 
     contexts       bytes a token that the first trip through the layers keeps for the second
     cp, gradients  MiB that a rank sends a step for context parallelism, and to sum gradients and gather weights
 
+--attention measures nothing but the attention of one layer of each type, ours and (in heads of 256) Transformer Engine's, in one run.
+
 usage: torchrun --nproc-per-node 2 tools/benchmark.py --suite context [--toy]        or python tools/benchmark.py, for one device
 """
 from __future__ import annotations
@@ -39,6 +41,7 @@ from megatron_dllm.training.batches import BatchMaker
 from megatron_dllm.training.optimizer import MasterOptimizer
 from megatron_dllm.training.step import train_step
 
+from .context_attention import IMPLS, attention_rows
 from .workload import DeviceNormal, real_width, release_memory, toy_width
 
 SIX = ["sliding"] * 5 + ["full"]
@@ -115,6 +118,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=20, help="Optimizer steps.")
     parser.add_argument("--further-lengths", type=int, nargs="*", default=[], metavar="LENGTH",
                         help=f"After them {FURTHER_STEPS} steps at each of these lengths, to show how memory grows.")
+    parser.add_argument("--attention", action="store_true", help="Measure attention alone, beside Transformer Engine's.")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -125,6 +129,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.toy:
         torch.set_num_threads(1)
     length = arguments.seq_length or (512 if arguments.toy else 100096)
+    if arguments.attention:
+        measure_attention(make_run(parallel, arguments.toy, length, 1), ["local"] if arguments.toy else list(IMPLS), context)
+        return 0
     bench = Bench.build(make_run(parallel, arguments.toy, length, arguments.steps), context)
     results = [bench.measure(length, arguments.steps)]
     results += [bench.measure(further, FURTHER_STEPS) for further in arguments.further_lengths]
@@ -134,6 +141,17 @@ def run(arguments: argparse.Namespace) -> int:
     if ranks > 1:
         dist.destroy_process_group()
     return int(not all(result.is_finite for result in results) or not results[0].falls())
+
+
+def measure_attention(run: RunConfig, impls: Sequence[str], context: ParallelContext) -> None:
+    """Print a line for each part of a layer."""
+    if context.cp.size == 1:
+        raise SystemExit("--attention needs several processes: start it by torchrun --nproc-per-node 2")
+    rows = PasskeyRows(1, run.data.seq_length, run.model.canvas_length)
+    for line in attention_rows(run, impls, rows, rows, context):
+        if context.world.rank == 0:
+            print(line, flush=True)
+    dist.destroy_process_group()
 
 
 def make_run(parallel: ParallelConfig, toy: bool, seq_length: int, steps: int) -> RunConfig:
