@@ -1,5 +1,7 @@
 """The norms where a layer's two parts meet the residual stream, one kernel a meeting: each tensor is read once, a row in registers.
 
+Where there are several streams (mHC), which are read and written by kernels of their own, the same norms without the residual.
+
 Legend: T rows, W width, n(v) = v * (mean(v^2) + eps)^-0.5.
 """
 from __future__ import annotations
@@ -33,18 +35,22 @@ def _through_norm(grad, normed, root, WIDTH: tl.constexpr):
 
 @triton.jit
 def _attended(x, y, weight, weight_1, weight_2, weight_3, h, out_1, out_2, out_3, roots, factor, eps, WIDTH: tl.constexpr,
-              COLUMNS: tl.constexpr):
+              COLUMNS: tl.constexpr, MEETS: tl.constexpr):
+    """Without MEETS, h is there already, and is not written; then neither are y, its weight and x."""
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, COLUMNS)
     inside = column < WIDTH
     at = row * WIDTH + column
-    wide = _load(y, at, inside)
-    root_y = _inverse_root(wide, eps, WIDTH)
-    # Rounded as it is stored, so that the backward, which reads it again, has the same norms.
-    total = (_load(x, at, inside) + wide * root_y * _load(weight, column, inside)).to(h.dtype.element_ty)
-    tl.store(h + at, total, mask=inside)
-    total = total.to(tl.float32)
+    if MEETS:
+        wide = _load(y, at, inside)
+        root_y = _inverse_root(wide, eps, WIDTH)
+        tl.store(roots + 2 * row, root_y)
+        # Rounded as it is stored, so that the backward, which reads it again, has the same norms.
+        total = (_load(x, at, inside) + wide * root_y * _load(weight, column, inside)).to(h.dtype.element_ty)
+        tl.store(h + at, total, mask=inside)
+        total = total.to(tl.float32)
+    else:
+        total = _load(h, at, inside)
     root_h = _inverse_root(total, eps, WIDTH)
-    tl.store(roots + 2 * row, root_y)
     tl.store(roots + 2 * row + 1, root_h)
     normed = total * root_h
     tl.store(out_1 + at, (normed * _load(weight_1, column, inside)).to(out_1.dtype.element_ty), mask=inside)
@@ -54,7 +60,7 @@ def _attended(x, y, weight, weight_1, weight_2, weight_3, h, out_1, out_2, out_3
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _attended_backward(y, h, weight, weight_1, weight_2, weight_3, roots, dh, dout_1, dout_2, dout_3, dx, dy, partial, partial_3, factor,
-                       num_rows, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, WANTS_WEIGHTS: tl.constexpr):
+                       num_rows, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, WANTS_WEIGHTS: tl.constexpr, MEETS: tl.constexpr):
     column = tl.arange(0, COLUMNS)
     inside = column < WIDTH
     dweight, dweight_1 = tl.zeros((COLUMNS,), tl.float32), tl.zeros((COLUMNS,), tl.float32)
@@ -71,14 +77,16 @@ def _attended_backward(y, h, weight, weight_1, weight_2, weight_3, roots, dh, do
             dweight_3 += grad_3 * normed
         grad = grad_1 * _load(weight_1, column, inside) + grad_2 * _load(weight_2, column, inside)
         grad += grad_3 * _load(weight_3, column, inside)
-        total = _load(dh, at, inside) + _through_norm(grad, normed, root_h, WIDTH)
+        total = _through_norm(grad, normed, root_h, WIDTH)
+        if MEETS:
+            total += _load(dh, at, inside)
+            root_y = tl.load(roots + 2 * row)
+            normed = _load(y, at, inside) * root_y
+            if WANTS_WEIGHTS:
+                dweight += total * normed
+            grad = _through_norm(total * _load(weight, column, inside), normed, root_y, WIDTH)
+            tl.store(dy + at, grad.to(dy.dtype.element_ty), mask=inside)
         tl.store(dx + at, total.to(dx.dtype.element_ty), mask=inside)
-        root_y = tl.load(roots + 2 * row)
-        normed = _load(y, at, inside) * root_y
-        if WANTS_WEIGHTS:
-            dweight += total * normed
-        grad = _through_norm(total * _load(weight, column, inside), normed, root_y, WIDTH)
-        tl.store(dy + at, grad.to(dy.dtype.element_ty), mask=inside)
         row += tl.num_programs(0)
     if WANTS_WEIGHTS:
         at = partial + tl.program_id(0).to(tl.int64) * (3 * WIDTH) + column
@@ -89,7 +97,9 @@ def _attended_backward(y, h, weight, weight_1, weight_2, weight_3, roots, dh, do
 
 
 @triton.jit(do_not_specialize=["num_first"])
-def _fed_forward(h, a, b, weight_a, weight_b, weight, scalars, y, roots, num_first, eps, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+def _fed_forward(h, a, b, weight_a, weight_b, weight, scalars, y, roots, num_first, eps, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
+                 MEETS: tl.constexpr):
+    """Without MEETS, y is the norm alone: there is no h, and nothing is scaled."""
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, COLUMNS)
     inside = column < WIDTH
     at = row * WIDTH + column
@@ -100,14 +110,15 @@ def _fed_forward(h, a, b, weight_a, weight_b, weight, scalars, y, roots, num_fir
     tl.store(roots + 3 * row, root_a)
     tl.store(roots + 3 * row + 1, root_b)
     tl.store(roots + 3 * row + 2, root)
-    scale = tl.load(scalars + (row >= num_first).to(tl.int32)).to(tl.float32)
-    out = (_load(h, at, inside) + total * root * _load(weight, column, inside)) * scale
+    out = total * root * _load(weight, column, inside)
+    if MEETS:
+        out = (_load(h, at, inside) + out) * tl.load(scalars + (row >= num_first).to(tl.int32)).to(tl.float32)
     tl.store(y + at, out.to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_first"])
 def _fed_forward_backward(a, b, weight_a, weight_b, weight, scalars, roots, dy, dh, da, db, partial, num_first, num_rows,
-                          WIDTH: tl.constexpr, COLUMNS: tl.constexpr, WANTS_WEIGHTS: tl.constexpr):
+                          WIDTH: tl.constexpr, COLUMNS: tl.constexpr, WANTS_WEIGHTS: tl.constexpr, MEETS: tl.constexpr):
     column = tl.arange(0, COLUMNS)
     inside = column < WIDTH
     dweight_a, dweight_b = tl.zeros((COLUMNS,), tl.float32), tl.zeros((COLUMNS,), tl.float32)
@@ -119,8 +130,10 @@ def _fed_forward_backward(a, b, weight_a, weight_b, weight, scalars, roots, dy, 
         factor_a, factor_b = _load(weight_a, column, inside), _load(weight_b, column, inside)
         normed_a, normed_b = _load(a, at, inside) * root_a, _load(b, at, inside) * root_b
         normed = (normed_a * factor_a + normed_b * factor_b) * root
-        grad = _load(dy, at, inside) * tl.load(scalars + (row >= num_first).to(tl.int32)).to(tl.float32)
-        tl.store(dh + at, grad.to(dh.dtype.element_ty), mask=inside)
+        grad = _load(dy, at, inside)
+        if MEETS:
+            grad *= tl.load(scalars + (row >= num_first).to(tl.int32)).to(tl.float32)
+            tl.store(dh + at, grad.to(dh.dtype.element_ty), mask=inside)
         if WANTS_WEIGHTS:
             dweight += grad * normed
         grad = _through_norm(grad * _load(weight, column, inside), normed, root, WIDTH)
@@ -156,52 +169,56 @@ def _zeros(weights: tuple[Tensor, ...], wants: tuple[bool, ...]) -> list[Tensor 
 
 
 class _Attended(torch.autograd.Function):
-    """Saved: y and h as they are, and two numbers a row."""
+    """Saved: y and h as they are, and two numbers a row. Without x and y (None), h is given in the place of x."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, y: Tensor, weight: Tensor, weight_1: Tensor, weight_2: Tensor, weight_3: Tensor, factor: float, eps: float):
-        x, y = x.contiguous(), y.contiguous()
+    def forward(ctx, x: Tensor, y: Tensor | None, weight: Tensor | None, weight_1: Tensor, weight_2: Tensor, weight_3: Tensor,
+                factor: float, eps: float):
+        x, meets = x.contiguous(), y is not None
         num_rows, width = x.shape
-        h, out_1, out_2 = (torch.empty_like(x) for _ in range(3))
+        y = y.contiguous() if meets else None
+        h, out_1, out_2 = torch.empty_like(x) if meets else x, torch.empty_like(x), torch.empty_like(x)
         out_3 = torch.empty_like(x, dtype=torch.float32)
         roots = torch.empty(num_rows, 2, dtype=torch.float32, device=x.device)
         if num_rows:
-            _attended[(num_rows,)](x, y, weight, weight_1, weight_2, weight_3, h, out_1, out_2, out_3, roots, factor, eps,
+            _attended[(num_rows,)](x, y, weight, weight_1, weight_2, weight_3, h, out_1, out_2, out_3, roots, factor, eps, MEETS=meets,
                                    **_columns(width))
         ctx.save_for_backward(y, h, weight, weight_1, weight_2, weight_3, roots)
         ctx.factor = factor
-        return h, out_1, out_2, out_3
+        return (h, out_1, out_2, out_3) if meets else (out_1, out_2, out_3)
 
     @staticmethod
-    def backward(ctx, dh: Tensor, dout_1: Tensor, dout_2: Tensor, dout_3: Tensor):
+    def backward(ctx, *grads: Tensor):
         y, h, weight, weight_1, weight_2, weight_3, roots = ctx.saved_tensors
-        wants = ctx.needs_input_grad[2:6]
+        meets, wants = y is not None, ctx.needs_input_grad[2:6]
+        dh, dout_1, dout_2, dout_3 = (grad.contiguous() for grad in grads) if meets else (None, *(grad.contiguous() for grad in grads))
         num_rows, width = h.shape
-        dx, dy = torch.empty_like(h), torch.empty_like(y)
+        dx, dy = torch.empty_like(h), torch.empty_like(y) if meets else None
         if not num_rows:
             return dx, dy, *_zeros((weight, weight_1, weight_2, weight_3), wants), None, None
         programs, partial = _partial(h, any(wants), 3 * width)
         _, partial_3 = _partial(h, any(wants), width)
-        _attended_backward[(programs,)](y, h, weight, weight_1, weight_2, weight_3, roots, dh.contiguous(), dout_1.contiguous(),
-                                        dout_2.contiguous(), dout_3.contiguous(), dx, dy, partial, partial_3, ctx.factor, num_rows,
-                                        WANTS_WEIGHTS=any(wants), **_columns(width))
+        _attended_backward[(programs,)](y, h, weight, weight_1, weight_2, weight_3, roots, dh, dout_1, dout_2, dout_3, dx, dy, partial,
+                                        partial_3, ctx.factor, num_rows, WANTS_WEIGHTS=any(wants), MEETS=meets, **_columns(width))
         if not any(wants):
             return dx, dy, *[None] * 6
-        sums = *sum_partials(partial, weight.dtype).split(width), sum_partials(partial_3, weight_3.dtype)
+        sums = *sum_partials(partial, weight_1.dtype).split(width), sum_partials(partial_3, weight_3.dtype)
         return dx, dy, *(total if wanted else None for total, wanted in zip(sums, wants, strict=True)), None, None
 
 
 class _FedForward(torch.autograd.Function):
-    """Saved: a and b as they are, and three numbers a row."""
+    """Saved: a and b as they are, and three numbers a row. Without h and scalars (None) the norm alone."""
 
     @staticmethod
-    def forward(ctx, h: Tensor, a: Tensor, b: Tensor, weight_a: Tensor, weight_b: Tensor, weight: Tensor, scalars: Tensor, num_first: int,
-                eps: float) -> Tensor:
-        h, a, b = h.contiguous(), a.contiguous(), b.contiguous()
-        num_rows, width = h.shape
-        y, roots = torch.empty_like(h), torch.empty(num_rows, 3, dtype=torch.float32, device=h.device)
+    def forward(ctx, h: Tensor | None, a: Tensor, b: Tensor, weight_a: Tensor, weight_b: Tensor, weight: Tensor, scalars: Tensor | None,
+                num_first: int, eps: float) -> Tensor:
+        a, b, meets = a.contiguous(), b.contiguous(), h is not None
+        h = h.contiguous() if meets else None
+        num_rows, width = a.shape
+        y, roots = torch.empty_like(h if meets else a), torch.empty(num_rows, 3, dtype=torch.float32, device=a.device)
         if num_rows:
-            _fed_forward[(num_rows,)](h, a, b, weight_a, weight_b, weight, scalars, y, roots, num_first, eps, **_columns(width))
+            _fed_forward[(num_rows,)](h, a, b, weight_a, weight_b, weight, scalars, y, roots, num_first, eps, MEETS=meets,
+                                      **_columns(width))
         ctx.save_for_backward(a, b, weight_a, weight_b, weight, scalars, roots)
         ctx.num_first = num_first
         return y
@@ -209,14 +226,15 @@ class _FedForward(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy: Tensor):
         a, b, weight_a, weight_b, weight, scalars, roots = ctx.saved_tensors
-        wants = ctx.needs_input_grad[3:6]
+        meets, wants = scalars is not None, ctx.needs_input_grad[3:6]
         num_rows, width = a.shape
-        dh, da, db = torch.empty(dy.shape, dtype=dy.dtype, device=dy.device), torch.empty_like(a), torch.empty_like(b)
+        dh = torch.empty(dy.shape, dtype=dy.dtype, device=dy.device) if meets else None
+        da, db = torch.empty_like(a), torch.empty_like(b)
         if not num_rows:
             return dh, da, db, *_zeros((weight_a, weight_b, weight), wants), None, None, None
         programs, partial = _partial(a, any(wants), 3 * width)
         _fed_forward_backward[(programs,)](a, b, weight_a, weight_b, weight, scalars, roots, dy.contiguous(), dh, da, db, partial,
-                                           ctx.num_first, num_rows, WANTS_WEIGHTS=any(wants), **_columns(width))
+                                           ctx.num_first, num_rows, WANTS_WEIGHTS=any(wants), MEETS=meets, **_columns(width))
         if not any(wants):
             return dh, da, db, *[None] * 6
         sums = sum_partials(partial, weight.dtype).split(width)
@@ -239,3 +257,13 @@ def after_feed_forward(h: Tensor, a: Tensor, b: Tensor, weight_a: Tensor, weight
     In fp32; the dtype of `h`. `scalars` [2] has no gradient.
     """
     return _FedForward.apply(h, a, b, weight_a, weight_b, weight, scalars, num_first, eps)
+
+
+def before_feed_forward(h: Tensor, readers: tuple[Tensor, Tensor, Tensor], factor: float, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """What `after_attention` gives beside h, of an h [T, W] that is there."""
+    return _Attended.apply(h, None, None, *readers, factor, eps)
+
+
+def of_feed_forward(a: Tensor, b: Tensor, weight_a: Tensor, weight_b: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """n(n(a) * weight_a + n(b) * weight_b) * weight, in fp32; the dtype of a; a, b [T, W]."""
+    return _FedForward.apply(None, a, b, weight_a, weight_b, weight, None, 0, eps)

@@ -22,7 +22,7 @@ from .hyper_connection import HyperConnection, PlainConnection, StreamChain
 from .mlp import MLP
 from .norms import RMSNorm
 from .recompute import Recompute
-from .residual import after_attention, after_feed_forward
+from .residual import after_attention, after_feed_forward, before_feed_forward, of_feed_forward
 from .token_pass import LayerContext, TokenPass
 
 # Layer type -> what attends: forward(x [T, H], the pass's entry for the type, earlier context) -> y [T, H] and the context to keep.
@@ -77,9 +77,9 @@ class TransformerBlock(nn.Module):
         self.dense_halves = (self._dense_again, _unchanged) if "mlp" in recompute.parts else (self._widen, self._narrow)
         self.post_feedforward_layernorm_2 = norm("post_feedforward_layernorm_2", partial=shares_tokens)
         self.post_feedforward_layernorm = norm("post_feedforward_layernorm")
-        # Streams are mixed between the norms, other tp ranks have some of the tokens, and what is recomputed runs by itself.
-        apart = config.enable_mhc_connections or shares_tokens or recompute.parts & {"mlp", "moe"}
-        self.run = self._by_parts if apart else self._fused
+        # Other tp ranks have some of the tokens, and what is recomputed runs by itself.
+        apart = shares_tokens or recompute.parts & {"mlp", "moe"}
+        self.run = self._by_parts if apart else self._over_streams if config.enable_mhc_connections else self._fused
         # The released model scales the output of each pass by a buffer of its own: [clean, canvas].
         self.register_buffer("layer_scalars", torch.ones(2, dtype=dtype, device=context.device))
 
@@ -98,13 +98,34 @@ class TransformerBlock(nn.Module):
         router, eps = self.moe.router, self.input_layernorm.eps
         readers = self.pre_feedforward_layernorm.weight, self.pre_feedforward_layernorm_2.weight, router.scale
         h, for_mlp, for_experts, scaled = after_attention(x, attended, self.post_attention_layernorm.weight, readers, router.root, eps)
+        parts = self._feed_forward(call, for_mlp, for_experts, scaled, token_pass)
+        return after_feed_forward(h, *parts, *self._feed_forward_norms(), self.layer_scalars, token_pass.num_clean, eps), kept
+
+    def _over_streams(self, call: Call, x: Tensor, token_pass: TokenPass, earlier: Context | None,
+                      chain: StreamChain | None) -> tuple[Tensor, Context | None]:
+        """`_by_parts` where streams are mixed between the norms, but nothing comes between those of one part."""
+        u, x, mix = self.attention_connection.read(x, chain)
+        attended, kept = self.attention(self.input_layernorm(u), token_pass.layers[self.kind], earlier)
+        x = self.attention_connection.write(x, self.post_attention_layernorm(attended), mix, chain)
+        h, x, mix = self.feed_forward_connection.read(x, chain)
+        router, eps = self.moe.router, self.input_layernorm.eps
+        readers = self.pre_feedforward_layernorm.weight, self.pre_feedforward_layernorm_2.weight, router.scale
+        parts = self._feed_forward(call, *before_feed_forward(h, readers, router.root, eps), token_pass)
+        y = of_feed_forward(*parts, *self._feed_forward_norms(), eps)
+        return self.feed_forward_connection.write(x, y, mix, chain, token_pass.per_stream(self.layer_scalars)), kept
+
+    def _feed_forward(self, call: Call, for_mlp: Tensor, for_experts: Tensor, scaled: Tensor,
+                      token_pass: TokenPass) -> tuple[Tensor, Tensor]:
+        """What the dense MLP and the experts give, before their norms."""
         trip = self.moe.start(for_experts, scaled, call, token_pass.routed)
         widened = self.mlp.widen(for_mlp, token_pass.draws)
         self.moe.compute(trip)
-        dense = self.mlp.down(widened, token_pass.draws)
-        weights = (norm.weight for norm in (
-            self.post_feedforward_layernorm_1, self.post_feedforward_layernorm_2, self.post_feedforward_layernorm))
-        return after_feed_forward(h, dense, trip.after_combine(), *weights, self.layer_scalars, token_pass.num_clean, eps), kept
+        return self.mlp.down(widened, token_pass.draws), trip.after_combine()
+
+    def _feed_forward_norms(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The weights of the norms of what `_feed_forward` gives, and of their sum."""
+        norms = self.post_feedforward_layernorm_1, self.post_feedforward_layernorm_2, self.post_feedforward_layernorm
+        return tuple(norm.weight for norm in norms)
 
     def _by_parts(self, call: Call, x: Tensor, token_pass: TokenPass, earlier: Context | None,
                   chain: StreamChain | None) -> tuple[Tensor, Context | None]:

@@ -28,10 +28,24 @@ def after_attention_in_torch(x: Tensor, y: Tensor, weight: Tensor, readers: Read
                              eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`after_attention` without kernels."""
     h = x + rms_norm(y, weight, eps)
+    return h, *before_feed_forward_in_torch(h, readers, factor, eps)
+
+
+def before_feed_forward(h: Tensor, readers: Readers, factor: float, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """What `after_attention` gives beside h, of an h that is there: where it has been read from several streams."""
+    if takes(h, *readers) and h.shape[1] <= WIDEST_ROW:
+        from ..kernels import residual as kernel  # Triton is there with CUDA alone
+
+        return kernel.before_feed_forward(h, readers, factor, eps)
+    return before_feed_forward_in_torch(h, readers, factor, eps)
+
+
+def before_feed_forward_in_torch(h: Tensor, readers: Readers, factor: float, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """`before_feed_forward` without kernels."""
     # In the order in which parts that run by themselves read h: their gradients are then added up in the same order, and to the same bits.
     second = rms_norm(h, readers[1], eps)
     third = rms_norm(at_least_fp32(h), None, eps) * readers[2] * factor
-    return h, rms_norm(h, readers[0], eps), second, third
+    return rms_norm(h, readers[0], eps), second, third
 
 
 def after_feed_forward(h: Tensor, a: Tensor, b: Tensor, weight_a: Tensor, weight_b: Tensor, weight: Tensor, scalars: Tensor, num_first: int,
@@ -50,5 +64,19 @@ def after_feed_forward(h: Tensor, a: Tensor, b: Tensor, weight_a: Tensor, weight
 def after_feed_forward_in_torch(h: Tensor, a: Tensor, b: Tensor, weight_a: Tensor, weight_b: Tensor, weight: Tensor, scalars: Tensor,
                                 num_first: int, eps: float) -> Tensor:
     """`after_feed_forward` without kernels."""
-    y = rms_norm(rms_norm(a, weight_a, eps) + rms_norm(b, weight_b, eps), weight, eps)
+    y = of_feed_forward_in_torch(a, b, weight_a, weight_b, weight, eps)
     return (h + y) * torch.cat([scalars[:1].expand(num_first), scalars[1:].expand(len(h) - num_first)])[:, None]
+
+
+def of_feed_forward(a: Tensor, b: Tensor, weight_a: Tensor, weight_b: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """rms_norm(rms_norm(a, weight_a) + rms_norm(b, weight_b), weight): what `after_feed_forward` adds to h, to be written to streams."""
+    if takes(a, b, weight_a, weight_b, weight) and a.shape[1] <= WIDEST_ROW:
+        from ..kernels import residual as kernel
+
+        return kernel.of_feed_forward(a, b, weight_a, weight_b, weight, eps)
+    return of_feed_forward_in_torch(a, b, weight_a, weight_b, weight, eps)
+
+
+def of_feed_forward_in_torch(a: Tensor, b: Tensor, weight_a: Tensor, weight_b: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`of_feed_forward` without kernels."""
+    return rms_norm(rms_norm(a, weight_a, eps) + rms_norm(b, weight_b, eps), weight, eps)

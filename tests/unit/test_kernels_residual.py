@@ -62,6 +62,28 @@ def test_after_feed_forward(shape, dtype, device):
 
 
 @DEVICES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_before_and_of_feed_forward(shape, dtype, device):
+    need_kernels(device)
+    from megatron_dllm.kernels import residual as kernel
+
+    (h, _, _, *readers), dy = attended_arguments(shape, dtype, device)
+    functions = (kernel.before_feed_forward, lambda h, *others: reference.after_attention(h, torch.zeros_like(h), readers[0], *others)[1:],
+                 residual.before_feed_forward_in_torch)
+    joined = (lambda h, *readers, f=f: torch.cat([part.to(readers[2].dtype) for part in f(h, readers, FACTOR, EPS)]) for f in functions)
+    check(*joined, [h, *readers], dy[shape[0]:], units=8)
+
+    (_, a, b, *weights, _), dy = fed_forward_arguments(shape, dtype, device)
+
+    def alone(a, b, *weights):
+        return reference.after_feed_forward(torch.zeros_like(a), a, b, *weights, torch.ones(2, device=device), 0, EPS)
+
+    fused, plain = (lambda *inputs, f=f: f(*inputs, EPS) for f in (kernel.of_feed_forward, residual.of_feed_forward_in_torch))
+    check(fused, alone, plain, [a, b, *weights], dy, units=8)
+
+
+@DEVICES
 def test_repeats_are_bit_equal_and_frozen_weights_get_nothing(device):
     need_kernels(device)
     from megatron_dllm.kernels import residual as kernel
