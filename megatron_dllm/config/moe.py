@@ -20,8 +20,8 @@ class MoEConfig:
     )
     moe_max_tokens_per_rank: int | None = flag(
         "Most tokens that a rank has in one pass (clean ones and canvases of a microbatch). With it alltoall and deepep make room for the "
-        "worst case, and the host waits for no number of rows; alltoall then sends as much, which only few ranks make worthwhile. Without "
-        "it rooms are of the right size.",
+        "worst case, and the host waits for no number of rows, which --cuda-graph-impl asks for; alltoall then sends each token once to "
+        "every rank. Without it rooms are of the right size.",
         None,
     )
     moe_recompute_replay: bool = flag(
