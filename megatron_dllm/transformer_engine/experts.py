@@ -4,6 +4,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ..moe.experts import ExpertProduct, looped_linear
 from .engine import Engine
@@ -29,7 +30,7 @@ def grouped_product(engine: Engine, num_experts: int, shapes: list[tuple[int, in
         if not total:
             return looped_linear(rows, weight, counts)
         module, own = modules[weight.shape[1], weight.shape[2]], rows[:total]
-        for number, expert in enumerate(weight.unbind(0)):
+        for number, expert in enumerate(_PerExpert.apply(weight)):
             module.fast_setattr(f"weight{number}", expert)
         try:
             with engine.precision():
@@ -44,6 +45,24 @@ def grouped_product(engine: Engine, num_experts: int, shapes: list[tuple[int, in
         return F.pad(y, (0, 0, 0, len(rows) - total)) if total < len(rows) else y
 
     return transformer_engine
+
+
+class _PerExpert(torch.autograd.Function):
+    """The experts' matrices [F, D] of a weight [E, F, D]. Gradients that lie one after the other, as the package makes them, are not copied."""
+
+    @staticmethod
+    def forward(ctx, weight: Tensor) -> tuple[Tensor, ...]:
+        return weight.unbind(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads: Tensor) -> Tensor:
+        first, step = grads[0], grads[0].numel()
+        storage, start = first.untyped_storage().data_ptr(), first.storage_offset()
+        if all(grad.is_contiguous() and grad.untyped_storage().data_ptr() == storage and grad.storage_offset() == start + number * step
+               for number, grad in enumerate(grads)):
+            return first.as_strided((len(grads), *first.shape), (step, *first.stride()))
+        return torch.stack(grads)
 
 
 def _grouped_linear(engine: Engine, num_experts: int, shape: tuple[int, int], device: torch.device) -> torch.nn.Module:

@@ -12,7 +12,7 @@ from megatron_dllm.parallel import ParallelContext
 from megatron_dllm.tensor_parallel import Initializer
 from megatron_dllm.transformer.norms import rms_norm
 from megatron_dllm.transformer_engine import Engine, choices, install, load_engine
-from megatron_dllm.transformer_engine.experts import grouped_product
+from megatron_dllm.transformer_engine.experts import _PerExpert, grouped_product
 from megatron_dllm.transformer_engine.linear import EngineLinear
 from tests.unit.fake_transformer_engine import State, install_fake
 from tests.unit.toy import CONFIG, gradients, toy_model, toy_plan
@@ -63,6 +63,15 @@ def test_grouped_rows_and_rows_of_no_expert(package, lengths, fp8):
     assert y.shape == expected.shape and [g.shape for g in grads] == [g.shape for g in wanted]
     if not fp8:
         assert all(map(torch.equal, grads, wanted))
+
+
+def test_gradients_that_lie_together_are_not_copied():
+    weight, together = numbers(3, 4, 5), torch.randn(4, 4, 5).bfloat16()
+    for grads, copied in ((together[1:], False), (together[[2, 0, 1]], False), (together.flip(0)[:3].contiguous().unbind(0)[::-1], True)):
+        parts = list(grads)
+        (total,) = torch.autograd.grad(_PerExpert.apply(weight), weight, parts)
+        assert torch.equal(total, torch.stack(parts))
+        assert (total.untyped_storage().data_ptr() != parts[0].untyped_storage().data_ptr()) == copied
 
 
 def test_both_products_of_experts_read_the_counts_once(package):

@@ -47,6 +47,7 @@ def test_with_a_stand_in(tmp_path, monkeypatch, first, second):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("default")  # the package warns when it is imported
 @ORDERS
 def test_with_the_package(tmp_path, first, second):
     pytest.importorskip("transformer_engine.pytorch")

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
+from torch.utils.checkpoint import checkpoint
 
 from megatron_dllm.config import MoEConfig, TrainingConfig
 from megatron_dllm.diffusion.inputs import to_device
@@ -19,7 +20,7 @@ from megatron_dllm.transformer_engine.linear import EngineLinear
 from megatron_dllm.transformer_engine.norms import engine_rms_norm
 from tests.unit.toy import CONFIG, toy_inputs, toy_model, toy_plan
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]  # the package warns when it is imported
 CUDA = torch.device("cuda")
 # Of FP8 products: e4m3 rounds by 0.026 of a number (root mean square), gradients' e5m2 by 0.052, and the squares of both add up: 0.058.
 LOW_ERROR = 0.08
@@ -73,6 +74,16 @@ def test_a_linear_without_rows(recipe):
     y = EngineLinear(engine_of(recipe), 64, 48)(x, weight)
     grads = torch.autograd.grad(y.sum(), (x, weight))
     assert y.shape == (0, 48) and grads[0].shape == (0, 64) and not grads[1].any()
+
+
+@pytest.mark.parametrize("recipe", [None, "tensorwise", "blockwise"])
+def test_a_recompute_changes_no_bit(recipe):
+    product, inputs = EngineLinear(engine_of(recipe), 64, 48), [numbers(37, 64), numbers(48, 64, seed=1)]
+
+    def again(x: Tensor, weight: Tensor) -> Tensor:
+        return checkpoint(product, x, weight, use_reentrant=False)
+
+    assert all(map(torch.equal, results(product, inputs, torch.bfloat16), results(again, inputs, torch.bfloat16)))
 
 
 @pytest.mark.parametrize("recipe", [None, "tensorwise", "blockwise"])
