@@ -48,7 +48,7 @@ def grouped_product(engine: Engine, num_experts: int, shapes: list[tuple[int, in
 
 
 class _PerExpert(torch.autograd.Function):
-    """The experts' matrices [F, D] of a weight [E, F, D]. Gradients that lie one after the other, as the package makes them, are not copied."""
+    """The matrices [F, D] of a weight [E, F, D]. Gradients that lie one after the other, as the package makes them, are not copied."""
 
     @staticmethod
     def forward(ctx, weight: Tensor) -> tuple[Tensor, ...]:
