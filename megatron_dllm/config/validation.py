@@ -21,9 +21,6 @@ from megatron_dllm.config.model_source import contradictions
 from megatron_dllm.config.problems import Problem
 from megatron_dllm.config.run import FLAGS, RunConfig
 
-# Settings that are accepted by name and not built yet: field -> what is missing. A row goes when its feature comes.
-UNAVAILABLE: dict[str, str] = {}
-
 
 @dataclass(frozen=True)
 class Range:
@@ -164,7 +161,6 @@ def validate(run: RunConfig, *, world_size: int = 1) -> list[Problem]:
     """Every reason why `world_size` processes cannot train as `run` says, empty if there is none."""
     out_of_range = {problem_field: problem for problem_field, problem in _range_problems(run)}
     problems = list(out_of_range.values())
-    problems += _unavailable(run)
     for needs in NEEDS:
         problems += _without_effect(run, needs)
     values = {name: run.value(name) for name, (group, _) in FLAGS.items() if group != "source"} | {"world_size": world_size}
@@ -194,14 +190,6 @@ def _range_problems(run: RunConfig) -> Iterator[tuple[str, Problem]]:
             mended = int(allowed.low) if default is MISSING else default
             remedy = f"set {_shown_name(name)} to {_shown(name, mended)}, for example" if mended is not None else "leave it out"
             yield name, Problem({_shown_name(name): _shown(name, value)}, f"must be {allowed}", remedy, {name: mended})
-
-
-def _unavailable(run: RunConfig) -> Iterator[Problem]:
-    for name, why in UNAVAILABLE.items():
-        default, value = FLAGS[name][1].default, run.value(name)
-        # A size below 1 is a problem of its range.
-        if value > default:
-            yield Problem({_shown_name(name): _shown(name, value)}, why, "leave the flag out", {name: default})
 
 
 def _without_effect(run: RunConfig, needs: Needs) -> Iterator[Problem]:

@@ -8,7 +8,7 @@ from megatron_dllm.config import ObjectiveConfig, Problem, RunConfig, format_pro
 from megatron_dllm.config.check import CHECKS, divisors, listed
 from megatron_dllm.config.data import DataConfig
 from megatron_dllm.config.run import FLAGS
-from megatron_dllm.config.validation import NEEDS, RANGES, UNAVAILABLE
+from megatron_dllm.config.validation import NEEDS, RANGES
 
 DEEPEP = {"moe_token_dispatcher_type": "deepep", "expert_model_parallel_size": 2, "bf16": True}
 PP2 = {"pipeline_model_parallel_size": 2}
@@ -155,10 +155,6 @@ CASES: list[tuple[str, dict, int, str]] = [
 ]  # fmt: skip
 
 
-def unavailable(problem: Problem) -> bool:
-    return problem.why in UNAVAILABLE.values()
-
-
 def test_every_rule_has_a_case():
     assert {entry.rule.__name__ for entry in CHECKS} == {name for name, *_ in CASES}
 
@@ -166,15 +162,14 @@ def test_every_rule_has_a_case():
 @pytest.mark.parametrize(("name", "changes", "world_size", "text"), CASES, ids=[f"{name}-{i}" for i, (name, *_) in enumerate(CASES)])
 def test_rule(name, changes, world_size, text):
     run = GOOD.with_values(**changes)
-    problems = [problem for problem in validate(run, world_size=world_size) if not unavailable(problem)]
+    problems = validate(run, world_size=world_size)
     assert len(problems) == 1, format_problems(problems)
     (problem,) = problems
     assert text in str(problem)
     (fields,) = {entry.fields for entry in CHECKS if entry.rule.__name__ == name}
     assert list(problem.flags) == [flag_of(f) if f in FLAGS else "world size" for f in fields]
     if problem.fix:
-        mended = validate(run.with_values(**problem.fix), world_size=world_size)
-        assert [p for p in mended if not unavailable(p)] == []
+        assert validate(run.with_values(**problem.fix), world_size=world_size) == []
 
 
 class TestRanges:
@@ -272,14 +267,6 @@ def test_a_setting_without_effect_is_a_problem(needs, name):
     assert problem.remedy == "add that, or leave the flag out"
     for fix in (mended, problem.fix):
         assert not [p for p in validate(run.with_values(**fix)) if p.why == why and flag_of(name) in p.flags]
-
-
-def test_what_is_not_built_is_refused(monkeypatch):
-    monkeypatch.setitem(UNAVAILABLE, "context_parallel_size", "is not available yet")
-    run = GOOD.with_values(context_parallel_size=2)
-    (problem,) = validate(run, world_size=2)
-    assert str(problem) == "--context-parallel-size 2: is not available yet; leave the flag out."
-    assert validate(run.with_values(**problem.fix), world_size=2) == []
 
 
 def test_validate_reports_everything_at_once():

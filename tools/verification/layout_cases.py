@@ -1,6 +1,6 @@
 """What the layouts suite runs: layouts, and what is trained under them, as tables; pure.
 
-A new layout is a row of LAYOUTS. A layout is available when none of its flags is in config's table of what is not built yet.
+A new layout is a row of LAYOUTS.
 """
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from megatron_dllm.config import ModelConfig, ObjectiveConfig, ParallelConfig, TrainingConfig
-from megatron_dllm.config.validation import UNAVAILABLE
 
 GLOBAL_BATCH = 16
 TOY = ModelConfig(
@@ -29,11 +28,6 @@ class Layout:
     model: Mapping[str, object] = field(default_factory=dict, hash=False)
     objective: Mapping[str, object] = field(default_factory=dict, hash=False)
     transformer_impl: str = "local"
-
-    @property
-    def missing(self) -> list[str]:
-        """Why it cannot run yet."""
-        return [why for name, why in UNAVAILABLE.items() if getattr(self.parallel, name) > 1]
 
     @property
     def data_parallel_size(self) -> int:
