@@ -1,10 +1,12 @@
-"""Which part of a model is computed by what under --transformer-impl transformer_engine, and why; decided from the settings alone."""
+"""Which part of a model is computed by what under --transformer-impl or --context-parallel-impl transformer_engine, and why; decided from
+the settings alone."""
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ..config import ModelConfig, RunConfig
+from ..config import RunConfig
+from ..context_parallel.layout import by_package
 
 ENGINE, OURS = "Transformer Engine", "ours"
 WIDEST_HEAD = 256  # of the package's attention on sm_90
@@ -25,7 +27,7 @@ class Choice:
 def choices(run: RunConfig) -> tuple[Choice, ...]:
     """A row for every part of the model that the package has a counterpart of; none where it is not asked for."""
     if run.training.transformer_impl == "local":
-        return ()
+        return () if run.parallel.context_parallel_impl == "local" else tuple(_attention(run))
     fp8 = f"FP8 {run.training.fp8_format}, scales {run.training.fp8_recipe}" if run.training.fp8_format else "bf16"
     rows = [
         Choice("linear layers (q, k, v, o, gate_up, down)", ENGINE, f"{fp8}; collectives, weights and gradient buffers stay ours"),
@@ -35,7 +37,7 @@ def choices(run: RunConfig) -> tuple[Choice, ...]:
                "one kernel with what follows or precedes; alone they would read and write every row again"),
         Choice("rotary", OURS,
                "in one kernel with the norm of queries and keys; of full layers only the first pairs of the whole head turn"),
-        *_attention(run.model),
+        *_attention(run),
         Choice("router", OURS, "fp32 always"),
         Choice("embedding, output layer and cross entropy", OURS,
                "chunks of logits; the package's cross entropy wants all of them at once"),
@@ -51,11 +53,17 @@ def _experts(run: RunConfig, precision: str) -> Choice:
     return Choice("experts", OURS, "bf16; --moe-grouped-gemm-backend transformer_engine changes that")
 
 
-def _attention(model: ModelConfig) -> Iterator[Choice]:
+def _attention(run: RunConfig) -> Iterator[Choice]:
+    model, shared = run.model, by_package(run.parallel, run.model)
+    how = {"sliding": run.parallel.cp_comm_type_sliding, "full": run.parallel.cp_comm_type}
     for kind in dict.fromkeys(model.layer_types):
         if kind == "linear":
             continue
         size = model.head_dim(model.layer_types.index(kind))
+        if kind in shared:
+            why = f"keys of clean tokens by {how[kind]}, those of canvases by p2p with a bias"
+            yield Choice(f"attention, {kind}, head {size}", ENGINE, why)
+            continue
         if size > WIDEST_HEAD:
             why = f"the package has no heads wider than {WIDEST_HEAD}"
         else:

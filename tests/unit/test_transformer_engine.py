@@ -171,3 +171,11 @@ def test_the_table_tells_every_part():
     assert rows["linear layers (q, k, v, o, gate_up, down)"].reason.startswith("FP8 hybrid, scales tensorwise")
     assert str(rows["attention, full, head 512"]) == "attention, full, head 512: ours (the package has no heads wider than 256)"
     assert rows["experts"].taken == "ours" and rows["attention, sliding, head 256"].taken == "ours"
+
+
+def test_the_table_tells_who_attends_over_context_parallel_ranks():
+    words = "--preset diffusiongemma-26b-a4b --train-iters 1 --data-source sudoku --bf16 --context-parallel-size 2"
+    package = "--context-parallel-impl transformer_engine --cp-comm-type-sliding a2a"
+    rows = [str(row) for row in choices(parse(f"{words} {package}".split()))]
+    assert rows == ["attention, sliding, head 256: Transformer Engine (keys of clean tokens by a2a, those of canvases by p2p with a bias)",
+                    "attention, full, head 512: ours (the package has no heads wider than 256)"]
