@@ -38,7 +38,8 @@ def test_a_row_counts_only_where_losses_agree():
     row = Row("x", 1, 64, 2.0)
 
     def line(loss: float, ms: float) -> Line:
-        return Line(row, Timing(10.0, 9.0, 11.0, 0.0, 12.5), torch.float32, "transformers", Timing(ms, ms, ms, 0.0, loss), 2.0)
+        ours, theirs = Timing(10.0, 9.0, 11.0, 0.0, 12.5), Timing(ms, ms, ms, 0.0, loss)
+        return Line(row, ours, torch.float32, 0.5, "float32", "transformers", theirs, 2.0)
 
     assert line(12.5, 20.0).holds and not line(12.5, 19.0).holds
     assert not line(12.51, 30.0).holds and "losses differ" in line(12.51, 30.0).text()

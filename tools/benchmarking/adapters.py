@@ -23,7 +23,7 @@ from megatron_dllm.training.step import train_step
 from megatron_dllm.transformer.precision import freeze
 
 from .peers import TransformersStep, share_weights, untied_model
-from .workload import DeviceNormal, Timing, Workload, calm_model, measure, real_width, release_memory, synthetic, toy_width
+from .workload import DeviceNormal, Timing, Workload, calm_model, measure, real_width, release_memory, synthetic, toy_width, utilization
 
 RANK, LR = 16, 1e-4
 AGREE = 2e-3  # both sides' losses, relative
@@ -162,7 +162,8 @@ class Suite:
 
     def _note(self, row: Row, name: str, ours: Timing, peer: Timing | None) -> None:
         tokens = self.works[row.batch].num_tokens
-        line = f"{name:26} {ours.median:9.1f} {ours.least:9.1f} {tokens / ours.median * 1e3:9.0f} {ours.peak_gib:7.1f}"
+        mfu = utilization(self.config, self.works[row.batch], ours.median, self.device, frozen=True)
+        line = f"{name:26} {ours.median:9.1f} {ours.least:9.1f} {tokens / ours.median * 1e3:9.0f} {mfu:5.0%} {ours.peak_gib:7.1f}"
         missed = []
         if peer is not None:
             ratio, aim = peer.median / ours.median, "-" if row.aim is None else f"{row.aim:.1f}"
@@ -177,8 +178,8 @@ class Suite:
     def print_table(self) -> None:
         print(f"LoRA of rank {RANK} on attention and dense MLP, {len(self.config.layer_types)} layers, AdamW in the step; GiB: the most "
               "that was held, graphs' pools included")
-        print(f"{'row':26} {'ours ms':>9} {'least':>9} {'tokens/s':>9} {'GiB':>7} {'PEFT ms':>9} {'tokens/s':>9} {'GiB':>7} {'ratio':>6} "
-              f"{'aim':>5}")
+        print(f"{'row':26} {'ours ms':>9} {'least':>9} {'tokens/s':>9} {'MFU':>5} {'GiB':>7} {'PEFT ms':>9} {'tokens/s':>9} {'GiB':>7} "
+              f"{'ratio':>6} {'aim':>5}")
         print("\n".join(self.lines))
 
 

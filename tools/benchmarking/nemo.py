@@ -15,7 +15,7 @@ from megatron_dllm.models.diffusion_gemma.huggingface import links
 from megatron_dllm.models.diffusion_gemma.model import DiffusionGemma
 
 from .peers import VISION
-from .workload import Workload
+from .workload import Workload, gradient_dtypes
 
 
 def nemo_model(ours: DiffusionGemma) -> nn.Module:
@@ -62,7 +62,7 @@ def _expert_name(name: str, which: str) -> str:
 
 
 class NemoStep:
-    """One microbatch, forward and backward."""
+    """One microbatch, forward and backward. gradients: the dtypes of the gradients of the last call."""
 
     def __init__(self, model: nn.Module, config: ModelConfig, workload: Workload):
         streams, batch, length = workload.streams, workload.batch, config.canvas_length
@@ -71,7 +71,7 @@ class NemoStep:
         def rows(values) -> Tensor:
             return torch.as_tensor(values, device=device).view(batch, -1)
 
-        self.model, self.batch = model, batch
+        self.model, self.batch, self.gradients = model, batch, ""
         self.clean = rows(streams.clean.tokens)
         prompt = workload.seq_length // 2
         response = workload.seq_length - prompt
@@ -95,6 +95,7 @@ class NemoStep:
         del out
         loss.backward()
         value = loss.item()
+        self.gradients = gradient_dtypes(self.model.parameters())
         for parameter in self.model.parameters():
             parameter.grad = None
         return value

@@ -13,7 +13,7 @@ from megatron_dllm.models.diffusion_gemma.huggingface import links
 from megatron_dllm.models.diffusion_gemma.model import DiffusionGemma
 from megatron_dllm.transformer.visibility import CLEAN
 
-from .workload import Workload
+from .workload import Workload, gradient_dtypes
 
 VISION = dict(model_type="gemma4_vision", hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
               num_key_value_heads=2, head_dim=32)
@@ -57,7 +57,10 @@ def share_weights(ours: DiffusionGemma, theirs: DiffusionGemmaForBlockDiffusion)
 
 
 class TransformersStep:
-    """One microbatch: the encoder over the clean tokens, a draft, the self-conditioned canvas, both losses, the backward."""
+    """One microbatch: the encoder over the clean tokens, a draft, the self-conditioned canvas, both losses, the backward.
+
+    gradients: the dtypes of the gradients of the last call.
+    """
 
     def __init__(self, model: DiffusionGemmaForBlockDiffusion, config: ModelConfig, workload: Workload):
         device = model.device
@@ -68,7 +71,7 @@ class TransformersStep:
         def rows(values) -> Tensor:
             return torch.as_tensor(values, device=device).view(batch, -1)
 
-        self.model, self.config = model, config
+        self.model, self.config, self.gradients = model, config, ""
         self.clean, self.canvas = rows(streams.clean.tokens), rows(streams.canvas.tokens)
         self.positions, self.targets = rows(streams.canvas.positions), rows(streams.canvas.targets)
         first = self.positions[:, :1]
@@ -106,6 +109,7 @@ class TransformersStep:
         loss = self.losses()
         loss.backward()
         value = loss.item()
+        self.gradients = gradient_dtypes(self.model.parameters())
         for parameter in self.model.parameters():
             parameter.grad = None
         return value

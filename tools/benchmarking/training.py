@@ -1,11 +1,13 @@
 """Training steps beside transformers' and, with --nemo, NeMo AutoModel's: the same weights, tokens and draws, in one process in turn.
 
-A row counts only if both losses agree to 2e-3 relative in bf16; before, two layers in fp32 must agree to 1e-5.
+A row counts only if both losses agree to 2e-3 relative in bf16; before, two layers in fp32 must agree to 1e-5. GiB: the most that was held,
+graphs' pools included; MFU: the operations that ours needs (none for padding, norms, streams), over the time and the peak that is printed.
 """
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,9 +20,10 @@ from megatron_dllm.models.diffusion_gemma.model import DiffusionGemma
 from megatron_dllm.training.graphs import GraphedMicrobatches, MicrobatchResult, forward_backward_of, graphed
 from megatron_dllm.training.optimizer import MasterOptimizer
 from megatron_dllm.training.step import train_step
+from megatron_dllm.training.throughput import describe_peak, peak_of
 
 from .peers import TransformersStep, transformers_model
-from .workload import Timing, Workload, calm_model, measure, real_width, release_memory, synthetic, toy_width
+from .workload import Timing, Workload, calm_model, gradient_dtypes, measure, real_width, release_memory, synthetic, toy_width, utilization
 
 AGREE = {torch.bfloat16: 2e-3, torch.float32: 1e-5}
 SIX = ["sliding"] * 5 + ["full"]
@@ -43,6 +46,10 @@ H200_ROWS = (
     Row("4 x 1024", 4, 1024, 2.5, 3.0), Row("1 x 4096", 1, 4096, 3.0, 4.0), Row("1 x 1024", 1, 1024, 3.0, 4.0),
     Row("1 x 4096, all canvases", 1, 4096, None, 2.5, all_canvases=True), Row("1 x 32768", 1, 32768),
     Row("4 x 1024, mHC n = 4", 4, 1024, streams=4), Row("4 x 1024 with AdamW", 4, 1024, 2.0, optimizer=True))
+# What `--suite h200` leaves to others: several minutes in all, or models of 30 layers.
+OTHERS = {"adapters": "30 layers, LoRA of rank 16, 4 x 1024 and 1 x 1024, beside PEFT",
+          "generation": "a denoising step of 30 layers, batches of 1 and 8",
+          "kernels": "attention to 32768 tokens, the experts' products, mHC's read and write"}
 CPU_ROWS = (Row("4 x 128", 4, 128, 1.5), Row("1 x 512", 1, 512, 1.5), Row("1 x 64", 1, 64, 1.5))
 
 
@@ -62,13 +69,16 @@ def run(arguments: argparse.Namespace) -> int:
     width = real_width if on_gpu else toy_width
     dtype = torch.bfloat16 if on_gpu else torch.float32
     machine = torch.cuda.get_device_name(device) if on_gpu else "CPU"
-    print(f"torch {torch.__version__}, {machine}, compute and gradients of both sides in {dtype}")
+    print(f"torch {torch.__version__}, {machine}, both sides compute in {dtype}")
     failed = not agree_in_fp32(width(["sliding", "full"]), device)
     lines = [result for row in rows for result in _run_row(row, width(SIX), device, dtype, arguments)]
-    print(f"{'row':24} {'peer':12} {'ours ms':>9} {'peer ms':>9} {'ratio':>6} {'aim':>5} {'ours GiB':>9} {'peer GiB':>9} {'ours loss':>10} "
-          f"{'peer loss':>10}")
+    print(describe_peak(peak_of(device, peak_tflops=None), machine))
+    print(f"{'row':24} {'peer':12} {'ours ms':>9} {'peer ms':>9} {'ratio':>6} {'aim':>5} {'MFU':>5} {'ours GiB':>9} {'peer GiB':>9} "
+          f"{'ours loss':>10} {'peer loss':>10} gradients of ours / of the peer")
     for line in lines:
         print(line.text())
+    if on_gpu:
+        print("\n".join(f"elsewhere: --suite {name:10} {what}" for name, what in OTHERS.items()))
     return failed + sum(not line.holds for line in lines)
 
 
@@ -92,6 +102,8 @@ class Line:
     row: Row
     ours: Timing
     dtype: torch.dtype
+    mfu: float
+    gradients: str
     peer: str = "-"
     theirs: Timing | None = None
     aim: float = 0.0
@@ -106,11 +118,14 @@ class Line:
 
     def text(self) -> str:
         start = f"{self.row.name:24} {self.peer:12} {self.ours.median:9.1f}"
+        mfu = "-" if math.isnan(self.mfu) else f"{self.mfu:.0%}"
         if self.theirs is None:
-            return f"{start} {'-':>9} {'-':>6} {'-':>5} {self.ours.peak_gib:9.1f} {'-':>9} {self.ours.value:10.4f}"
+            return (f"{start} {'-':>9} {'-':>6} {'-':>5} {mfu:>5} {self.ours.peak_gib:9.1f} {'-':>9} {self.ours.value:10.4f} {'-':>10} "
+                    f"{self.gradients}")
         verdict = "losses differ" if not self.agrees else "" if self.holds else "missed"
-        return (f"{start} {self.theirs.median:9.1f} {self.theirs.median / self.ours.median:6.2f} {self.aim:5.1f} {self.ours.peak_gib:9.1f} "
-                f"{self.theirs.peak_gib:9.1f} {self.ours.value:10.4f} {self.theirs.value:10.4f} {verdict}")
+        return (f"{start} {self.theirs.median:9.1f} {self.theirs.median / self.ours.median:6.2f} {self.aim:5.1f} {mfu:>5} "
+                f"{self.ours.peak_gib:9.1f} {self.theirs.peak_gib:9.1f} {self.ours.value:10.4f} {self.theirs.value:10.4f} "
+                f"{self.gradients} {verdict}")
 
 
 def _run_row(row: Row, config: ModelConfig, device: torch.device, dtype: torch.dtype, arguments: argparse.Namespace) -> list[Line]:
@@ -121,40 +136,51 @@ def _run_row(row: Row, config: ModelConfig, device: torch.device, dtype: torch.d
     repeats = arguments.repeats
     step = _training_step(model, workload) if row.optimizer else _forward_backward(model, workload)
     ours = measure(step, device, warmup=3, repeats=repeats)
+    # Masters are stepped by fp32 gradients of their own.
+    own = "float32" if row.optimizer else gradient_dtypes(model.parameters())
+    mfu = utilization(config, workload, ours.median, device)
     del step
     lines = []
     if row.aim is not None:
-        lines.append(Line(row, ours, dtype, "transformers", _measure_peer(row, model, config, workload, device, repeats), row.aim))
+        theirs, gradients = _measure_peer(row, model, config, workload, device, repeats)
+        lines.append(Line(row, ours, dtype, mfu, f"{own} / {gradients}", "transformers", theirs, row.aim))
     if row.nemo is not None and arguments.nemo:
         from .nemo import NemoStep, nemo_model  # an optional package, asked for
 
-        theirs = measure(NemoStep(nemo_model(model), config, workload), device, repeats=repeats)
-        lines.append(Line(row, ours, dtype, "nemo", theirs, row.nemo))
-    lines = lines or [Line(row, ours, dtype)]
+        nemo = NemoStep(nemo_model(model), config, workload)
+        theirs = measure(nemo, device, repeats=repeats)
+        lines.append(Line(row, ours, dtype, mfu, f"{own} / {nemo.gradients}", "nemo", theirs, row.nemo))
+        del nemo
+    lines = lines or [Line(row, ours, dtype, mfu, own)]
     print("\n".join(line.text() for line in lines), flush=True)
     del model
     release_memory(device)
     return lines
 
 
-def _measure_peer(row: Row, model: DiffusionGemma, config: ModelConfig, workload: Workload, device: torch.device, repeats: int) -> Timing:
+def _measure_peer(row: Row, model: DiffusionGemma, config: ModelConfig, workload: Workload, device: torch.device,
+                  repeats: int) -> tuple[Timing, str]:
+    """Its time, and the dtypes of its gradients."""
     release_memory(device)
     theirs = transformers_model(model)
     step = TransformersStep(theirs, config, workload)
     if not row.optimizer:
-        return measure(step, device, repeats=repeats)
+        return measure(step, device, repeats=repeats), step.gradients
     # Its parameters are views of ours: a learning rate of zero leaves them as they are.
     optimizer = torch.optim.AdamW(theirs.parameters(), lr=0.0, weight_decay=0.0, fused=device.type == "cuda")
+    gradients = ""
 
     def whole() -> float:
+        nonlocal gradients
         loss = step.losses()
         loss.backward()
         value = loss.item()
         optimizer.step()
+        gradients = gradient_dtypes(theirs.parameters())
         optimizer.zero_grad()
         return value
 
-    return measure(whole, device, repeats=repeats)
+    return measure(whole, device, repeats=repeats), gradients
 
 
 def _forward_backward(model: DiffusionGemma, workload: Workload) -> Callable[[], float]:

@@ -3,9 +3,10 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +21,8 @@ from megatron_dllm.diffusion.random import DrawKey, Stream
 from megatron_dllm.diffusion.streams import Streams, build_streams
 from megatron_dllm.models.diffusion_gemma.model import DiffusionGemma
 from megatron_dllm.parallel import ParallelContext, communication
+from megatron_dllm.training.operations import TokenCounts, step_operations
+from megatron_dllm.training.throughput import peak_of
 from megatron_dllm.transformer.token_pass import SequenceSplit
 
 FIRST_TOKEN = 3  # below it stand pad, end and begin
@@ -79,12 +82,13 @@ def calm_model(config: ModelConfig, device: torch.device, dtype: torch.dtype) ->
 
 @dataclass(frozen=True)
 class Workload:
-    """A microbatch of B rows of S tokens, half of each a prompt: its streams on the host, and as the model reads it."""
+    """A microbatch of B rows of S tokens, half of each a prompt: its streams on the host, as the model reads it, and counted."""
 
     batch: int
     seq_length: int
     streams: Streams
     inputs: MicrobatchInputs
+    counts: TokenCounts
 
     @property
     def num_tokens(self) -> int:
@@ -105,7 +109,21 @@ def synthetic(config: ModelConfig, batch: int, seq_length: int, device: torch.de
     streams = build_streams(plan.microbatches[0][0], tokens, objective, plan.denominators, vocab_size=config.vocab_size,
                             fill_token=config.fill_token_id)
     inputs = microbatch_inputs(streams, config, dtype=torch.float32, split=split)
-    return Workload(batch, seq_length, streams, to_device(inputs, device))
+    return Workload(batch, seq_length, streams, to_device(inputs, device), TokenCounts.of(plan, objective))
+
+
+def utilization(config: ModelConfig, workload: Workload, ms: float, device: torch.device, *, frozen: bool = False) -> float:
+    """MFU: the operations that a step of so many milliseconds needs, as a share of the device's peak; nan where that is not known.
+
+    `frozen`: adapters alone are trained.
+    """
+    peak = peak_of(device, peak_tflops=None)
+    return math.nan if peak is None else step_operations(config, workload.counts, frozen=frozen).model / (ms * 1e9 * peak.tflops)
+
+
+def gradient_dtypes(parameters: Iterable[Tensor]) -> str:
+    """The dtypes of the gradients that are there, such as "bfloat16"."""
+    return " ".join(sorted({str(p.grad.dtype).removeprefix("torch.") for p in parameters if p.grad is not None}))
 
 
 class Gradients:
