@@ -1,15 +1,17 @@
 """Whole training steps by dispatcher and recompute, over ranks that share the experts: time, memory, exchanges, exposed communication.
 
-    torchrun --nproc-per-node 2 tools/benchmark.py --suite moe [--width real|toy] [--cases NAME ...] [--profile-cases NAME ...]
+    torchrun --nproc-per-node 2 tools/benchmark.py --suite moe [--width real|toy] [--cases NAME ...] [--profile-cases NAME ...] [--budget S]
 
 Full fine-tuning with fp32 masters and moments shared over the ranks, AdamW and clipping; the router is frozen. 8 layers, 6 of them sliding;
-a row of random tokens a rank, half of it a prompt, its canvas self-conditioned. Layout exchanges are counted in the call that makes them.
+a row of random tokens a rank, half of it a prompt, its canvas self-conditioned. Layout exchanges are counted in the call that makes them;
+those of a CUDA graph when it is recorded, and once more for each replay. GiB are what the allocator took from the device, the graph's too.
 """
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import gc
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -32,11 +34,12 @@ from megatron_dllm.models.diffusion_gemma.model import DiffusionGemma
 from megatron_dllm.moe.dispatchers.interface import LAYOUT_EXCHANGE, Dispatcher, Trip
 from megatron_dllm.parallel import ParallelContext, communication, initialize
 from megatron_dllm.parallel.launch import launched
+from megatron_dllm.training.graphs import GraphedMicrobatches, graphed
 from megatron_dllm.training.optimizer import MasterOptimizer
 from megatron_dllm.training.step import StepResult, train_step
 
 from .exposed import exposure, profile
-from .workload import FIRST_TOKEN, DeviceNormal, real_width, toy_width
+from .workload import FIRST_TOKEN, DeviceNormal, calm, real_width, toy_width
 
 LAYERS = ["sliding"] * 3 + ["full"] + ["sliding"] * 3 + ["full"]
 OBJECTIVE = ObjectiveConfig(self_conditioning_prob=1.0, freeze_router=True)
@@ -46,23 +49,33 @@ BF16_AGREES = 2e-3  # relative, of losses: near-ties are routed differently wher
 
 @dataclass(frozen=True)
 class Case:
-    """A dispatcher, what is recomputed how, and whether there is room for the worst case, so that the host waits for no numbers of rows."""
+    """A dispatcher, what is recomputed how, and whether there is room for the worst case, so that the host waits for no numbers of rows;
+    `graphed`: then also replayed as a CUDA graph."""
 
     dispatcher: str
     recomputes: bool = True
     replays: bool = True
     bounded: bool = False
+    graphed: bool = False
 
     def __str__(self) -> str:
         recompute = ("replay" if self.replays else "no replay") if self.recomputes else "no recompute"
-        return f"{self.dispatcher}, {recompute}{', bounded' if self.bounded else ''}"
+        return f"{self.dispatcher}, {recompute}{', graph' if self.graphed else ', bounded' if self.bounded else ''}"
+
+    @property
+    def runs_anywhere(self) -> bool:
+        """Whether a CPU will do."""
+        return self.dispatcher != "deepep" and not self.graphed
 
 
-CASES = (Case("deepep"), Case("deepep", replays=False), Case("deepep", recomputes=False), Case("alltoall"),
-         Case("alltoall", recomputes=False), Case("allgather"), Case("deepep", recomputes=False, bounded=True),
-         Case("alltoall", recomputes=False, bounded=True))
+# In this order they run, and a budget cuts off the last.
+CASES = (*(Case(dispatcher, recomputes, bounded=True, graphed=True)
+           for dispatcher in ("deepep", "alltoall") for recomputes in (True, False)),
+         Case("deepep"), Case("deepep", replays=False), Case("alltoall", recomputes=False), Case("alltoall"),
+         Case("deepep", recomputes=False), Case("allgather"), Case("deepep", recomputes=False, bounded=True),
+         Case("alltoall", recomputes=False, bounded=True), Case("deepep", replays=False, bounded=True, graphed=True))
 BY_NAME = {str(case): case for case in CASES}
-ON_CUDA = ("deepep",)
+PROFILED = (Case("deepep", recomputes=False, bounded=True, graphed=True), Case("alltoall", recomputes=False, bounded=True, graphed=True))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,9 +83,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="Where to run.")
     parser.add_argument("--seq-length", type=int, default=1024, help="Clean tokens a rank.")
     parser.add_argument("--cases", nargs="*", choices=BY_NAME, default=list(BY_NAME), metavar="NAME", help=f"Of: {'; '.join(BY_NAME)}.")
-    parser.add_argument("--profile-cases", nargs="*", choices=BY_NAME, default=["deepep, no recompute", "alltoall, no recompute"],
+    parser.add_argument("--profile-cases", nargs="*", choices=BY_NAME, default=list(map(str, PROFILED)),
                         metavar="NAME", help="Cases that are also profiled, with transfers beside other work and apart from it (CUDA).")
-    parser.add_argument("--repeats", type=int, default=6, help="Timed steps of each case, after three untimed ones.")
+    parser.add_argument("--repeats", type=int, default=5, help="Timed steps of each case, after three untimed ones.")
+    parser.add_argument("--budget", type=float, metavar="SECONDS", help="Begin no case when so much time has passed.")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -80,7 +94,8 @@ def run(arguments: argparse.Namespace) -> int:
     _, world = launched()
     if world < 2:
         raise SystemExit("error: the suite moe shares experts over ranks; start it with torchrun --nproc-per-node 2")
-    context = initialize(ParallelConfig(expert_model_parallel_size=world), device=arguments.device)
+    # A rank whose case fails may leave the others waiting: not for long.
+    context = initialize(ParallelConfig(expert_model_parallel_size=world), device=arguments.device, timeout_minutes=1.0)
     try:
         return _run_cases(arguments, context)
     finally:
@@ -91,7 +106,8 @@ def _run_cases(arguments: argparse.Namespace, context: ParallelContext) -> int:
     on_gpu = context.device.type == "cuda"
     config = (real_width if (arguments.width or ("real" if on_gpu else "toy")) == "real" else toy_width)(LAYERS)
     inputs = own_share(config, arguments.seq_length, context)
-    cases = [BY_NAME[name] for name in arguments.cases if on_gpu or BY_NAME[name].dispatcher not in ON_CUDA]
+    cases = [BY_NAME[name] for name in arguments.cases if on_gpu or BY_NAME[name].runs_anywhere]
+    start = time.monotonic()
     device = torch.cuda.get_device_name() if on_gpu else "CPU"
     say(context, f"torch {torch.__version__}, {context.world.size} x {device}, {len(LAYERS)} layers of hidden {config.hidden_size}, "
                  f"{config.num_experts} experts, {arguments.seq_length} tokens a rank")
@@ -99,19 +115,22 @@ def _run_cases(arguments: argparse.Namespace, context: ParallelContext) -> int:
                  f"{'GiB':>7}{'layouts':>9}{'replayed':>9}{'anew':>6}{'first loss':>12}{'last loss':>12}")
     measured, failed = {}, 0
     for case in cases:
+        if arguments.budget is not None and longest_since(start, context) > arguments.budget:
+            say(context, f"{case}: left out, {arguments.budget:g} s have passed")
+            continue
         bench = None
         try:
             bench = Bench(case, config, inputs, context)
             measured[case] = bench.measure(repeats=arguments.repeats, tokens=arguments.seq_length * context.world.size)
             if on_gpu and str(case) in arguments.profile_cases:
                 bench.profile()
-            if on_gpu and case.bounded:
+            if on_gpu and case.bounded and not case.graphed:
                 bench.check_synchronisation()
         except (RuntimeError, ValueError) as error:  # one case must not cost the others their figures
             print(f"{case}, rank {context.world.rank}: FAILED: {error}", flush=True)
             failed += 1
         if bench is not None:
-            bench.optimizer.buckets.release()
+            bench.release()
         bench = None
         gc.collect()
         if on_gpu:
@@ -130,11 +149,21 @@ class Bench:
             moe=MoEConfig(moe_token_dispatcher_type=case.dispatcher, moe_recompute_replay=case.replays,
                           moe_max_tokens_per_rank=inputs.first_pass.num_tokens if case.bounded else None))
         self.model = build_model(run, context, init=DeviceNormal(context.device))
+        calm(self.model)
         self.optimizer = MasterOptimizer(self.model, OptimizerConfig(lr=LEARNING_RATE), context, distributed=True)
-        self.clock = Clock(self.model, self.optimizer)
+        self.clock = Clock(self.model, self.optimizer, splits=not case.graphed)
+        self.graphs = self._recorder()
+
+    def _recorder(self) -> GraphedMicrobatches | None:
+        return graphed(self.model, limit=1, message=lambda text: None) if self.case.graphed else None
 
     def step(self) -> StepResult:
-        return train_step(self.model, self.optimizer, [self.inputs], LEARNING_RATE)
+        return train_step(self.model, self.optimizer, [self.inputs], LEARNING_RATE, graphs=self.graphs)
+
+    def release(self) -> None:
+        """Let go of what would keep itself alive."""
+        self.graphs = None
+        self.optimizer.buckets.release()
 
     def meet(self) -> None:
         """Wait for all ranks."""
@@ -158,7 +187,8 @@ class Bench:
         """Print what of the communication is exposed, as it is and with every transfer waited for at once."""
         for title, prepare in (("transfers beside other work", lambda: None), ("every transfer waited for at once", self.wait_at_once)):
             prepare()
-            self.step()
+            for _ in range(3 if self.case.graphed else 1):
+                self.step()
             say(self.context, f"{self.case}, {title} (rank 0):\n{exposure(profile(self.step, self.meet)).text()}")
 
     def check_synchronisation(self) -> None:
@@ -177,15 +207,20 @@ class Bench:
         """Let nothing run beside transfers from now on."""
         for block in self.model.layers.values():
             block.moe.dispatcher = WaitingDispatcher(block.moe.dispatcher)
+        self.graphs = None
+        gc.collect()
+        self.graphs = self._recorder()
 
 
 class Clock:
-    """Milliseconds of a training step: forward, backward with the sum of gradients that it begins, and the rest, optimizer included."""
+    """Milliseconds of a training step: forward, backward with the sum of gradients that it begins, and the rest, optimizer included.
+    Unless it `splits` them, forward and backward are one (a graph), in the place of the backward."""
 
-    def __init__(self, model: DiffusionGemma, optimizer: MasterOptimizer):
-        self.on_gpu = model.context.device.type == "cuda"
+    def __init__(self, model: DiffusionGemma, optimizer: MasterOptimizer, *, splits: bool):
+        self.on_gpu, self.splits = model.context.device.type == "cuda", splits
         self.marks: list[Any] = []
-        model.register_forward_hook(lambda *_: self._mark())
+        if splits:
+            model.register_forward_hook(lambda *_: self._mark())
         finish = optimizer.finish_gradients
 
         def finish_gradients() -> None:
@@ -212,7 +247,8 @@ class Clock:
         if self.on_gpu:
             torch.cuda.synchronize()
         whole = (time.perf_counter() - start) * 1e3
-        return result, (whole, *(self._between(a, b) for a, b in zip(self.marks, self.marks[1:], strict=False)))
+        parts = [self._between(a, b) for a, b in zip(self.marks, self.marks[1:], strict=False)]
+        return result, (whole, *([] if self.splits else [math.nan]), *parts)
 
     def _between(self, first: Any, second: Any) -> float:
         return first.elapsed_time(second) if self.on_gpu else (second - first) * 1e3
@@ -257,8 +293,9 @@ class Measured:
         parts = [statistics.median(column) for column in zip(*timed, strict=True)]
         replay = self.steps[-1].result.replay
         hits, misses = ("-", "-") if replay is None else (replay.hits, replay.misses)
+        shown = "".join(f"{'-':>9}" if math.isnan(part) else f"{part:9.1f}" for part in parts[1:])
         return (f"{case!s:<32}{self.milliseconds:9.1f}{min(t[0] for t in timed):9.1f}{max(t[0] for t in timed):9.1f}"
-                f"{''.join(f'{part:9.1f}' for part in parts[1:])} {self.tokens / self.milliseconds * 1e3:10.0f}{self.peak_gib:7.1f}"
+                f"{shown} {self.tokens / self.milliseconds * 1e3:10.0f}{self.peak_gib:7.1f}"
                 f"{self.exchanges:9d}{hits:>9}{misses:>6}{self.losses[0]:12.6f}{self.losses[-1]:12.6f}")
 
 
@@ -275,6 +312,11 @@ def judge(measured: dict[Case, Measured], num_layers: int, context: ParallelCont
             say(context, f"{_verdict(verdicts[-1])} {case.dispatcher}: {name} of {len(ours)} steps with and without replay are bit-equal"
                          + (f"; steps {differing} differ, by up to {max(abs(a / b - 1) for a, b in zip(ours, other, strict=True)):.1e}"
                             if differing else ""))
+    for case, of in measured.items():
+        eager = measured.get(dataclasses.replace(case, graphed=False))
+        if case.graphed and eager is not None:
+            verdicts.append(of.losses == eager.losses and of.norms == eager.norms)
+            say(context, f"{_verdict(verdicts[-1])} {case}: losses and gradient norms bit-equal to those of ordinary calls")
     reference = next((of for case, of in measured.items() if case.dispatcher != "deepep"), None)
     for case, of in measured.items():
         if reference is not None and of is not reference:
@@ -345,9 +387,14 @@ def own_share(config: ModelConfig, seq_length: int, context: ParallelContext) ->
     return to_device(microbatch_inputs(streams, config, dtype=torch.float32), context.device)
 
 
+def longest_since(start: float, context: ParallelContext) -> float:
+    """Seconds since `start` of the rank for which it is longest ago: the same on all ranks."""
+    return communication.all_reduce(torch.tensor(time.monotonic() - start, device=context.device), context.world, "max").item()
+
+
 def peak_gib(context: ParallelContext) -> float:
-    """The most that any rank's device has held; 0 on a CPU."""
-    own = torch.cuda.max_memory_allocated() / 2**30 if context.device.type == "cuda" else 0.0
+    """The most that any rank has taken of its device; 0 on a CPU."""
+    own = torch.cuda.max_memory_reserved() / 2**30 if context.device.type == "cuda" else 0.0
     return communication.all_reduce(torch.tensor(own, device=context.device), context.world, "max").item()
 
 
