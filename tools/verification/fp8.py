@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from benchmarking.workload import DeviceNormal, real_width
+from benchmarking.workload import DeviceNormal, calm_model, measure, real_width, synthetic
 from torch import Tensor
 from torch.nn.functional import linear
 
@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
                   f"FP8 {low[0]:.4f} {ending(low):.4f}", flush=True)
         missed += print_figures(f"fp8 {arguments.fp8_format} {recipe}", loss_figures(bf16, fp8))
     if arguments.tokens:
-        for line in time_table(arguments.tokens, arguments.fp8_format, device):
+        for line in (*time_table(arguments.tokens, arguments.fp8_format, device), *step_table(arguments.fp8_format, device)):
             print(line, flush=True)
     return missed
 
@@ -119,6 +119,30 @@ def time_table(tokens: int, fp8_format: str, device: torch.device) -> list[str]:
     return [f"{title:66}" + "".join(f"{kind:>24}" for kind in kinds), *(_line(name, times) for name, times in rows.items())]
 
 
+def step_table(fp8_format: str, device: torch.device) -> Iterator[str]:
+    """Forward and backward of 4 x 1024 tokens through six layers of the released widths, each row self-conditioned: a line each."""
+    config = real_width(["sliding"] * 5 + ["full"])
+    model, workload = calm_model(config, device, torch.bfloat16), synthetic(config, 4, 1024, device)
+
+    def step() -> float:
+        for parameter in model.parameters():
+            parameter.grad = None
+        total = model(workload.inputs).total
+        total.backward()
+        return total.item()
+
+    def line(kind: str) -> str:
+        timing = measure(step, device, warmup=3)
+        return f"{kind:66}{timing.median:12.1f} ms{timing.peak_gib:8.1f} GiB   loss {timing.value:.4f}"
+
+    yield line("6 layers, 4 x 1024, forward and backward: ours, bf16")
+    fp8 = TrainingConfig(fp8_format=fp8_format)
+    for kind, training, backend in (("bf16", TrainingConfig(), "local"), (f"FP8 {fp8_format} tensorwise", fp8, "local"),
+                                    (f"FP8 {fp8_format} tensorwise, experts too", fp8, "transformer_engine")):
+        install(model, load_engine(training, MoEConfig(moe_grouped_gemm_backend=backend), device))
+        yield line(f"  by Transformer Engine: {kind}")
+
+
 def _line(name: str, times: Mapping[str, float]) -> str:
     ours = times["ours, bf16"]
     return f"{name:66}" + "".join(f"{f'{time:.3f} ({ours / time:.2f})':>24}" for time in times.values())
@@ -140,8 +164,10 @@ def products(tokens: int, training: TrainingConfig | None, device: torch.device)
     experts = Experts("experts", model, context=ParallelContext.single(device), init=draw, dtype=torch.bfloat16)
     if engine is not None:
         install(torch.nn.ModuleList([experts]), engine)
-    counts = torch.full((model.num_experts,), tokens * model.moe_router_topk // model.num_experts, device=device)
-    rows = draw("x", (tokens * model.moe_router_topk, hidden), torch.bfloat16).requires_grad_()
+    # As a router deals them: not in multiples of what FP8 wants.
+    chosen = torch.randint(model.num_experts, (tokens * model.moe_router_topk,), generator=torch.Generator().manual_seed(0))
+    counts = torch.bincount(chosen, minlength=model.num_experts).to(device)
+    rows = draw("x", (len(chosen), hidden), torch.bfloat16).requires_grad_()
     yield Product("experts", rows, tuple(experts.parameters()), lambda x: experts(x, counts))
 
 
