@@ -244,7 +244,7 @@ def hidden_blocks(inputs: MicrobatchInputs) -> int:
     found = 0
     for token_pass in filter(None, (inputs.first_pass, inputs.second_pass)):
         for kind in ("sliding", "full"):
-            plan = getattr(token_pass.layers[kind].attention, "replicated", None)
+            plan = token_pass.layers[kind].attention.replicated
             if isinstance(plan, CanvasPlan):
                 chunks = (plan.bias == 0).unflatten(1, (-1, plan.num_keys // 2)).any(2)
                 by_rank = chunks[:, :chunks.shape[1] // 2] | chunks[:, chunks.shape[1] // 2:].flip(1)

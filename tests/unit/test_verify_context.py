@@ -1,0 +1,43 @@
+"""The context suite's own arithmetic: cosines of gradients, and hidden blocks as they are counted."""
+import math
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+sys.path[:0] = [str(Path(__file__).parents[2] / "tools"), str(Path(__file__).parents[2])]
+
+from verification.context import Rows, cosines, hidden_blocks  # noqa: E402
+
+from megatron_dllm.context_parallel.plan import ShardedPlan  # noqa: E402
+from megatron_dllm.context_parallel.transformer_engine import canvas_plan  # noqa: E402
+from megatron_dllm.transformer.visibility import Visibility  # noqa: E402
+
+
+def test_cosines_of_the_whole_and_of_the_worst_tensor():
+    a = {"x": torch.tensor([3.0, 0.0]), "y": torch.tensor([0.0, 4.0]), "none": torch.zeros(2)}
+    whole, worst, name = cosines(a, {"x": torch.tensor([3.0, 0.0]), "y": torch.tensor([4.0, 0.0]), "none": torch.zeros(2)})
+    assert (whole, worst, name) == (9 / 25, 0.0, "y")
+    assert cosines(a, {key: 2 * value for key, value in a.items()})[0] == pytest.approx(1.0)
+    assert math.isnan(cosines({"x": torch.tensor([math.nan])}, {"x": torch.ones(1)})[0])
+
+
+@pytest.mark.parametrize(("second_rank", "hidden"), [((0, 0), 1), ((0, 1), 0)])
+def test_a_canvas_that_sees_nothing_of_a_rank_is_counted(second_rank, hidden):
+    """One query, on a rank with its canvas; of the other rank's two keys it sees those of the interval."""
+    ids, none = np.zeros(1, np.int64), np.zeros(0, np.int64)
+    seen = [Visibility(np.array([0]), np.array([1]), ids, ids, 1),
+            Visibility(np.array([second_rank[0]]), np.array([second_rank[1]]), ids, none, 2)]
+    plan = ShardedPlan(0, 1, 1, 2, None, canvas_plan(seen, [1, 0], torch.device("cpu")))
+    layer = SimpleNamespace(attention=plan)
+    token_pass = SimpleNamespace(layers={"sliding": layer, "full": layer})
+    assert hidden_blocks(SimpleNamespace(first_pass=token_pass, second_pass=None)) == 2 * hidden
+
+
+def test_rows_are_documents_of_their_lengths():
+    rows = Rows(((3, 20), (1, 1)), 100)
+    assert [len(rows.tokens(index)) for index in range(len(rows))] == [23, 2] == rows.lengths.sum(1).tolist()
+    assert rows.keys.tolist() == [[0, 0], [1, 0]] and not rows.truncated.any()
