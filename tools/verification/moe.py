@@ -81,7 +81,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def build_layer(context: ParallelContext, dispatcher: str, case: Case, dtype: torch.dtype) -> MoELayer:
-    made = build_dispatcher(MoEConfig(moe_token_dispatcher_type=dispatcher), context, CONFIG, dtype)
+    name, _, bounded = dispatcher.partition(", ")
+    bound = max(case.tokens) if bounded else None
+    made = build_dispatcher(MoEConfig(moe_token_dispatcher_type=name, moe_max_tokens_per_rank=bound), context, CONFIG, dtype)
     layer = MoELayer("layers.0", CONFIG, context=context, init=Initializer(7, 0.5), dtype=dtype, dispatcher=made)
     with torch.no_grad():  # what the router reads is positive, so that adding to a row of its weight adds to that expert's logits
         layer.router.weight += torch.arange(CONFIG.num_experts)[:, None] * case.skew
@@ -127,13 +129,20 @@ def compare(rank: int, case: Case, dispatcher: str, dtype: torch.dtype, forget: 
         if value.numel():
             scale = whole[name].abs().max().item() or 1.0
             worst = max(worst, ((value - expected).abs().max().item() / scale, name))
-    plan = layer.dispatcher.prepare(layer.router.route(everyone[rank][1]).indices)
-    return *worst, plan.counts.tolist()
+    return *worst, rows_of_experts(layer, *everyone[rank][:2])
+
+
+def rows_of_experts(layer: MoELayer, x: Tensor, residual: Tensor) -> list[int]:
+    """How many rows arrive for each of our experts."""
+    routing = layer.router.route(residual)
+    trip = layer.dispatcher.trip(layer.dispatcher.prepare(routing.indices), routing.weights)
+    trip.dispatch(x)
+    return trip.after_dispatch()[1].tolist()
 
 
 def dispatchers(world: World, case: Case) -> list[Figure]:
     figures = []
-    for dispatcher in ("allgather", "alltoall"):
+    for dispatcher in ("allgather", "alltoall", "alltoall, bounded"):
         results = world.run(compare, case, dispatcher, torch.float64, size=len(case.tokens), timeout=120)
         rows = [count for _, _, counts in results for count in counts]
         value, name = max(result[:2] for result in results)
