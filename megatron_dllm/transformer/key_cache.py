@@ -65,9 +65,13 @@ class BlockPlan:
         """[A C, h, d] from query [A C, h, d]; key and value [A C, g, d] are put in the cache."""
         cache.put(self.own, key, value)
         out = self.attend_placed(query, cache)
-        if self.moved is not None:
-            cache.put(self.moved, key, value)
+        self.move(cache)
         return out
+
+    def move(self, cache: KeyCache) -> None:
+        """Move the blocks' own keys to where clean tokens stay."""
+        if self.moved is not None:
+            cache.put(self.moved, *(x.flatten(0, 1).index_select(0, self.own) for x in (cache.key, cache.value)))
 
     def attend_placed(self, query: Tensor, cache: KeyCache) -> Tensor:
         """The same where the blocks' own keys stand in the cache already."""

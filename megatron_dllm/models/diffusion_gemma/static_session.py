@@ -18,6 +18,7 @@ from ...kernels.attention_tiles import suits_attention
 from ...kernels.graphs import CudaRecorder, Recorder, Recording
 from ...moe.experts import looped_linear
 from ...transformer.block_pass import block_pass
+from ...transformer.decode_stack import DecodeStack, suits_decode_stack
 from ...transformer.key_cache import KeyCache, slots_of
 from ...transformer.token_pass import LAYER_TYPES, TokenPass, token_pass
 from ...transformer.visibility import CLEAN, Visibility
@@ -50,9 +51,9 @@ class Workspace:
         uniforms       float64 [R C]
     """
 
-    def __init__(self, model: DiffusionGemma, num_rows: int, capacity: int, recorder: Recorder | None):
+    def __init__(self, model: DiffusionGemma, num_rows: int, capacity: int, recorder: Recorder | None, stack: DecodeStack | None):
         config, device = model.config, model.context.device
-        self.model, self.num_rows, self.capacity, self.recorder = model, num_rows, capacity, recorder
+        self.model, self.num_rows, self.capacity, self.recorder, self.stack = model, num_rows, capacity, recorder, stack
         self.length, width = config.canvas_length, num_rows * config.canvas_length
         self.held, self.rows, self.counts = (torch.zeros(num_rows, dtype=torch.int64, device=device) for _ in range(3))
         self.tokens = torch.zeros(width, dtype=torch.int64, device=device)
@@ -98,11 +99,15 @@ class Workspace:
         model, num = self.model, count * self.length
         signal = model.soft_signal_of(self.signal[:num]) * self.has_signal
         x = model.self_conditioning(model.embed(self.tokens[:num]), signal)
-        return model.run_layers(x, self._pass(count, is_clean=False), self.caches)[0]
+        return self.run_layers(x, self._pass(count, is_clean=False))
+
+    def run_layers(self, x: Tensor, blocks: TokenPass) -> Tensor:
+        """Final hidden states, normed, of what the blocks enter the stack as."""
+        return self.model.run_layers(x, blocks, self.caches)[0] if self.stack is None else self.stack(x, blocks, self.caches)
 
     def append(self, count: int) -> None:
         """Put the first `count` blocks of clean `tokens` in the caches; they are not counted in `held` yet."""
-        self.model.run_layers(self.model.embed(self.tokens[:count * self.length]), self._pass(count, is_clean=True), self.caches)
+        self.run_layers(self.model.embed(self.tokens[:count * self.length]), self._pass(count, is_clean=True))
 
     def _pass(self, count: int, *, is_clean: bool) -> TokenPass:
         return block_pass(self.model.config, self.rows[:count], self.held, self.counts[:count], self.slots, self.model.dtype,
@@ -129,7 +134,7 @@ class Workspace:
 
     def grown(self, capacity: int) -> Workspace:
         """One with room for `capacity` tokens a row that holds the same; nothing is recorded on it."""
-        larger = Workspace(self.model, self.num_rows, capacity, self.recorder)
+        larger = Workspace(self.model, self.num_rows, capacity, self.recorder, self.stack)
         for layer, cache in self.caches.items():
             larger.caches[layer].key[:, :cache.key.shape[1]] = cache.key
             larger.caches[layer].value[:, :cache.key.shape[1]] = cache.value
@@ -151,6 +156,8 @@ class StaticDecoder:
     def __init__(self, model: DiffusionGemma, recorder: Recorder | None, capacity_step: int = CAPACITY_STEP):
         assert "linear" not in model.config.layer_types and model.context.world.size == 1
         self.model, self.recorder, self.capacity_step = model, recorder, capacity_step
+        blocks = list(model.layers.values())
+        self.stack = DecodeStack(blocks, model.final_norm.weight) if suits_decode_stack(blocks, model.config, model.dtype) else None
         self._workspaces: dict[int, Workspace] = {}
 
     def session(self, num_rows: int, max_new_tokens: int = 0) -> StaticSession:
@@ -163,7 +170,7 @@ class StaticDecoder:
         found = self._workspaces.get(num_rows)
         if found is None or found.capacity < capacity:
             rounded = -(-capacity // self.capacity_step) * self.capacity_step
-            new = Workspace(self.model, num_rows, rounded, self.recorder) if found is None else found.grown(rounded)
+            new = Workspace(self.model, num_rows, rounded, self.recorder, self.stack) if found is None else found.grown(rounded)
             self._workspaces[num_rows] = new
         return self._workspaces[num_rows]
 

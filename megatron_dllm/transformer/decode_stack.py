@@ -1,0 +1,146 @@
+"""All layers over caches at fixed addresses in few launches, for generation on one GPU: the same as the blocks one by one, without what a
+backward, several ranks, adapters or residual streams need.
+
+A layer, beside what TransformerBlock computes:
+
+    one product for queries, keys and values, whose weights are copied side by side
+    one kernel from there to the cache; attention over the cache
+    the dense MLP on a stream of its own, beside the router and the sorting of rows, none of which fills the device
+    one kernel for the sum over a token's experts, the norms after it, and the norm that the next layer begins with
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..config import ModelConfig
+from ..kernels.launch import has_large_shared_memory
+from ..moe.router import Routing
+from ..tensor_parallel.linear import unadapted
+from .attention import SelfAttention
+from .block import TransformerBlock
+from .key_cache import KeyCache
+from .norms import RMSNorm, rms_norm
+from .token_pass import LayerPass, TokenPass
+
+FEW_ROWS = 48  # of an expert, on average, up to which the kernels for few rows are taken
+
+
+def suits_decode_stack(blocks: Sequence[TransformerBlock], config: ModelConfig, dtype: torch.dtype) -> bool:
+    """Whether the blocks are such that their layers can run this way: bf16, on one rank and a device with the grouped products' memory,
+    with nothing in the place of our own linear layers, norms, attention and experts, or beside them."""
+    plain = dtype == torch.bfloat16 and not config.enable_mhc_connections
+    return plain and all(type(block.attention) is SelfAttention and _is_plain(block) for block in blocks)
+
+
+def _is_plain(block: TransformerBlock) -> bool:
+    experts, attention = block.moe.experts, block.attention
+    linears = [block.mlp.gate_up, block.mlp.down, attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
+    norms = [module for module in block.modules() if isinstance(module, RMSNorm)]
+    return (experts.backend == "grouped_mlp" and has_large_shared_memory(experts.down.device) and block.tp.size == 1
+            and block.moe.router.adapter is unadapted and all(norm.function is rms_norm for norm in norms)
+            and all(linear is None or linear.adapter is unadapted and linear.product is F.linear for linear in linears))
+
+
+class DecodeStack:
+    """final hidden states, normed, of x [T, H], as DiffusionGemma.run_layers gives them, for blocks that suit."""
+
+    def __init__(self, blocks: Sequence[TransformerBlock], final_norm: Tensor):
+        device = final_norm.device
+        self.layers = [DecodeLayer(block) for block in blocks]
+        self.next_norms = [*(block.input_layernorm.weight for block in blocks[1:]), final_norm]
+        self.beside = Beside(torch.cuda.Stream(device) if device.type == "cuda" else None)
+
+    def __call__(self, x: Tensor, token_pass: TokenPass, caches: Mapping[int, KeyCache]) -> Tensor:
+        first = self.layers[0].block.input_layernorm
+        normed = rms_norm(x, first.weight, first.eps)
+        for layer, cache, next_norm in zip(self.layers, caches.values(), self.next_norms, strict=True):
+            x, normed = layer(x, normed, token_pass, cache, next_norm, self.beside)
+        return normed
+
+
+class Beside:
+    """Work on a stream of its own, beside what is put on the current one; without a stream, in its turn."""
+
+    def __init__(self, stream: torch.cuda.Stream | None):
+        self.stream = stream
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """What is done in this context starts after what is on the current stream so far."""
+        if self.stream is None:
+            yield
+            return
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            yield
+
+    def join(self) -> None:
+        """What is put on the current stream from now on comes after what was done beside it."""
+        if self.stream is not None:
+            torch.cuda.current_stream().wait_stream(self.stream)
+
+
+class DecodeLayer:
+    """One block; `projection` [(h + 2 g) d, H], or [(h + g) d, H] where values are raw keys, is a copy."""
+
+    def __init__(self, block: TransformerBlock):
+        attention = block.attention
+        projections = [attention.q_proj, attention.k_proj] + ([] if attention.v_proj is None else [attention.v_proj])
+        self.block, self.projection = block, torch.cat([layer.weight.detach() for layer in projections])
+
+    def __call__(self, x: Tensor, normed: Tensor, token_pass: TokenPass, cache: KeyCache, next_norm: Tensor,
+                 beside: Beside) -> tuple[Tensor, Tensor]:
+        """(y, rms_norm(y, next_norm)) of x [T, H] and `normed`, what the layer's first norm makes of it."""
+        from ..kernels import decode_residual, residual  # Triton is there with CUDA alone
+
+        block, eps = self.block, self.block.input_layernorm.eps
+        router = block.moe.router
+        attended = self._attend(normed, token_pass.layers[block.kind], cache)
+        readers = block.pre_feedforward_layernorm.weight, block.pre_feedforward_layernorm_2.weight, router.scale
+        h, for_mlp, for_experts, scaled = residual.after_attention(
+            x, attended, block.post_attention_layernorm.weight, readers, router.root, eps)
+        with beside():
+            dense = block.mlp(for_mlp)
+        routing = router(scaled)
+        rows, row = self._by_experts(for_experts, routing, beside)
+        norms = (block.post_feedforward_layernorm_1, block.post_feedforward_layernorm_2, block.post_feedforward_layernorm)
+        scalar = block.layer_scalars[0 if token_pass.num_clean else 1]
+        return decode_residual.finish_layer(h, dense, rows, row, routing.weights, *(norm.weight for norm in norms), scalar, next_norm, eps)
+
+    def _attend(self, normed: Tensor, layer_pass: LayerPass, cache: KeyCache) -> Tensor:
+        from ..kernels import place_heads
+
+        attention, plan, rotary = self.block.attention, layer_pass.attention, layer_pass.rotary
+        heads = attention.q_proj.weight.shape[0] // attention.head_dim
+        query = place_heads.place_heads(
+            F.linear(normed, self.projection), attention.q_norm.weight, attention.k_norm.weight, rotary.cos[:, 0], rotary.sin[:, 0],
+            plan.own, cache.key.flatten(0, 1), cache.value.flatten(0, 1), heads, attention.eps)
+        out = plan.attend_placed(query, cache)
+        plan.move(cache)
+        return F.linear(out.flatten(1), attention.o_proj.weight)
+
+    def _by_experts(self, x: Tensor, routing: Routing, beside: Beside) -> tuple[Tensor, Tensor]:
+        """The experts' results [N, H], and where those of each choice stand, int32 [T, k]; joined with what was put beside."""
+        from ..kernels import gated_gelu, grouped_decode, permute
+        from ..kernels.expert_rows import expert_rows
+        from ..kernels.grouped_gemm import product
+        from ..kernels.grouped_mlp import ROWS_TILING
+
+        experts, num_experts = self.block.moe.experts, len(self.block.moe.experts.down)
+        if routing.indices.numel() <= FEW_ROWS * num_experts:
+            wide, narrow = grouped_decode.UP_TILING, grouped_decode.DOWN_TILING
+            rows = expert_rows(routing.indices, num_experts, wide.rows)
+            activated = grouped_decode.activated_rows(x, experts.gate_up, rows, wide)
+            results = grouped_decode.narrowed_rows(activated, experts.down, rows, narrow)
+        else:
+            rows = expert_rows(routing.indices, num_experts, ROWS_TILING.rows)
+            ordered = permute.permute(x, rows.row, routing.indices.numel())
+            hidden = product(ordered, experts.gate_up.flatten(1, 2), rows.tiles, ROWS_TILING).unflatten(1, (2, -1))
+            results = product(gated_gelu.value(hidden), experts.down, rows.tiles, ROWS_TILING)
+        beside.join()
+        return results, rows.row
