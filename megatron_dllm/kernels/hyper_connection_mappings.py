@@ -39,6 +39,18 @@ def add_product(total, a, b):
 
 
 @triton.jit
+def _store_pieces(pointer, at, value, inside, stride, PIECES: tl.constexpr):
+    """`value`, fp32, as it is, or as so many bf16 numbers, `stride` apart, whose sum it is."""
+    if PIECES == 1:
+        tl.store(pointer + at, value, mask=inside)
+    else:
+        for number in tl.static_range(PIECES):
+            piece = value.to(tl.bfloat16)
+            tl.store(pointer + number * stride + at, piece, mask=inside)
+            value -= piece.to(tl.float32)
+
+
+@triton.jit
 def _project(x, weight, partial, num_rows, WIDTH: tl.constexpr, OUTPUTS: tl.constexpr, PADDED: tl.constexpr, SPAN: tl.constexpr,
              ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """partial [SPLITS, T, O + 1]: x W^T over our span of columns, and the sum of squares."""
@@ -148,12 +160,12 @@ def _backward_of_sinkhorn(start, grad, inside, ITERATIONS: tl.constexpr):
 
 @triton.jit
 def _mappings_backward(projected, root, alpha, bias, dpre, dpost, dres, dprojected, coefficient, partial, num_rows, WIDTH: tl.constexpr,
-                       n: tl.constexpr, STREAMS: tl.constexpr, ITERATIONS: tl.constexpr, ROWS: tl.constexpr):
-    """dprojected [T, O]; coefficient [T], by which x is subtracted from its gradient; partial [programs, O + 3]: dbias, then dalpha."""
+                       n: tl.constexpr, STREAMS: tl.constexpr, ITERATIONS: tl.constexpr, PIECES: tl.constexpr, ROWS: tl.constexpr):
+    """dprojected [PIECES, T, O]; coefficient [T] of -x in its gradient; partial [programs, O + 3]: dbias, then dalpha."""
     OUTPUTS: tl.constexpr = n * n + 2 * n
     row, i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, STREAMS)
     in_rows, in_gate = row < num_rows, (row < num_rows)[:, None] & (i < n)[None, :]
-    in_matrix = in_gate[:, :, None] & (i < n)[None, None, :]
+    in_matrix, stride = in_gate[:, :, None] & (i < n)[None, None, :], num_rows.to(tl.int64) * OUTPUTS
     size = tl.load(root + row, mask=in_rows, other=0.0)
     inverse = tl.div_rn(tl.full((ROWS,), 1.0, tl.float32), size + EPSILON)
     dinverse, sums = tl.zeros((ROWS,), tl.float32), partial + tl.program_id(0) * (OUTPUTS + 3)
@@ -166,7 +178,7 @@ def _mappings_backward(projected, root, alpha, bias, dpre, dpost, dres, dproject
         else:
             grad = 2 * tl.load(dpost + row[:, None] * n + i[None, :], mask=in_gate, other=0.0)
         dh = grad * value * (1 - value)
-        tl.store(dprojected + row[:, None] * OUTPUTS + output[None, :], dh * factor * inverse[:, None], mask=in_gate)
+        _store_pieces(dprojected, row[:, None] * OUTPUTS + output[None, :], dh * factor * inverse[:, None], in_gate, stride, PIECES)
         dinverse += tl.sum(dh * product, 1) * factor
         tl.store(sums + output, tl.sum(dh, 0), mask=i < n)
         tl.store(sums + OUTPUTS + gate, tl.sum(tl.sum(dh * product, 1) * inverse, 0))
@@ -177,7 +189,8 @@ def _mappings_backward(projected, root, alpha, bias, dpre, dpost, dres, dproject
     start = _exponentials(inverse[:, None, None] * product * factor + bound[None, :, :], in_matrix)
     grad = tl.load(dres + row[:, None, None] * n * n + entry[None, :, :], mask=in_matrix, other=0.0)
     dh = _backward_of_sinkhorn(start, grad, in_matrix, ITERATIONS) * start
-    tl.store(dprojected + row[:, None, None] * OUTPUTS + 2 * n + entry[None, :, :], dh * factor * inverse[:, None, None], mask=in_matrix)
+    at = row[:, None, None] * OUTPUTS + 2 * n + entry[None, :, :]
+    _store_pieces(dprojected, at, dh * factor * inverse[:, None, None], in_matrix, stride, PIECES)
     along = tl.sum(tl.sum(dh * product, 2), 1)
     dinverse += along * factor
     tl.store(sums + 2 * n + entry, tl.sum(dh, 0), mask=inside)
@@ -206,16 +219,20 @@ def mappings(x: Tensor, weight: Tensor, alpha: Tensor, bias: Tensor, num_streams
 
 
 def mappings_backward(projected: Tensor, root: Tensor, alpha: Tensor, bias: Tensor, dpre: Tensor, dpost: Tensor, dres: Tensor, width: int,
-                      iterations: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dprojected [T, O], the coefficient [T] of -x in dx (the norm's part), dalpha [3] and dbias [O], all fp32."""
+                      iterations: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dprojected [1, T, O], the coefficient [T] of -x in dx (the norm's part), dalpha [3] and dbias [O], all fp32.
+
+    For streams of `dtype` bf16 dprojected is [3, T, O], three bf16 pieces whose sum it is: products with x are then exact.
+    """
     (num_rows, outputs), n = projected.shape, dpre.shape[1]
-    dprojected, coefficient = torch.empty_like(projected), torch.empty_like(root)
+    pieces, of = (3, torch.bfloat16) if dtype == torch.bfloat16 else (1, torch.float32)
+    dprojected, coefficient = torch.empty(pieces, num_rows, outputs, dtype=of, device=root.device), torch.empty_like(root)
     programs = triton.cdiv(num_rows, TOKENS)
     if not num_rows:
         return dprojected, coefficient, torch.zeros_like(alpha), torch.zeros_like(bias)
     partial = torch.empty(programs, outputs + 3, dtype=torch.float32, device=root.device)
     _mappings_backward[(programs,)](
         projected, root, alpha, bias, dpre, dpost, dres, dprojected, coefficient, partial, num_rows, WIDTH=width, n=n,
-        STREAMS=next_power_of_2(n), ITERATIONS=iterations, ROWS=TOKENS, num_warps=4)
+        STREAMS=next_power_of_2(n), ITERATIONS=iterations, PIECES=pieces, ROWS=TOKENS, num_warps=4)
     sums = sum_partials(partial, torch.float32)
     return dprojected, coefficient, sums[outputs:], sums[:outputs]

@@ -10,14 +10,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .hyper_connection_mappings import add_product
 from .launch import next_power_of_2
 
 COLUMNS = 1024  # of each stream that a program of 4 warps holds: 8 numbers a thread, 16 bytes of bf16
-SUMMED_COLUMNS = 128  # where a program of one warp holds n^2 + n sums a column besides: 139 registers a thread
-# Of `_read_backward`: tokens and columns of a tile, and the programs that share the tokens. 3 programs of 168 registers fit a processor, so
-# that the 352 for 4 x 2816 columns run at once on 132.
-ROWS, TILE_COLUMNS, SPLITS = 32, 64, 2
+# Where n^2 + n sums are made besides, a program is one warp, whose lanes have 8 neighbouring numbers each, 16 bytes of bf16: no warp waits
+# for another, and many fit a processor.
+LANES, NUMBERS = 32, 8
+ROWS, TILE_COLUMNS = 32, 64  # of `_read_backward`: tokens, and columns of each stream
+# Of `_weight_gradient`: tokens and columns of a tile, and the programs that share the tokens: 264 for 4 x 2816 columns, two a processor.
+SUMMED_ROWS, PRODUCT_COLUMNS, SPLITS = 64, 128, 3
 
 
 @triton.jit
@@ -56,44 +57,56 @@ def _read_products(x, du, dpre, HIDDEN: tl.constexpr, n: tl.constexpr, COLUMNS: 
 
 
 @triton.jit
-def _read_backward(x, weight, pre, dprojected, coefficient, du, through, dx, partial, num_rows, num_steps, HIDDEN: tl.constexpr,
-                   n: tl.constexpr, OUTPUTS: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr,
-                   COLUMNS: tl.constexpr):
-    """dx = through + H_pre^T du + dprojected W - coefficient * x, and partial [SPLITS, O, nC]: dprojected^T x over our share of the tokens.
+def _read_backward(x, weight, pre, dprojected, coefficient, du, through, dx, num_rows, HIDDEN: tl.constexpr, n: tl.constexpr,
+                   OUTPUTS: tl.constexpr, PADDED: tl.constexpr, PIECES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """dx = through + H_pre^T du + dprojected W - coefficient * x, of some columns of every stream; all that comes from memory is asked for
+    before the first product."""
+    column, output = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, PADDED)
+    row = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside, in_rows = column < HIDDEN, row < num_rows
+    here, at = in_rows[:, None] & inside[None, :], row[:, None] * (n * HIDDEN) + column[None, :]
+    streams, above = (), ()
+    for i in tl.static_range(n):
+        streams = streams + (tl.load(x + at + i * HIDDEN, mask=here, other=0.0),)
+        above = above + (tl.load(through + at + i * HIDDEN, mask=here, other=0.0),)
+    incoming = tl.load(du + row[:, None] * HIDDEN + column[None, :], mask=here, other=0.0).to(tl.float32)
+    own = tl.load(coefficient + row, mask=in_rows, other=0.0)[:, None]
+    in_grad, at_grad = in_rows[:, None] & (output < OUTPUTS)[None, :], row[:, None] * OUTPUTS + output[None, :]
+    high = tl.load(dprojected + at_grad, mask=in_grad, other=0.0)
+    if PIECES > 1:
+        low = tl.load(dprojected + num_rows.to(tl.int64) * OUTPUTS + at_grad, mask=in_grad, other=0.0)
+    for i in tl.static_range(n):
+        factor = tl.load(weight + output[:, None] * (n * HIDDEN) + i * HIDDEN + column[None, :],
+                         mask=(output < OUTPUTS)[:, None] & inside[None, :], other=0.0)
+        if PIECES > 1:
+            # 16 bits of each factor: dx is rounded to 8.
+            factor_high = factor.to(tl.bfloat16)
+            factor_low = (factor - factor_high.to(tl.float32)).to(tl.bfloat16)
+            out = tl.dot(high, factor_high, tl.dot(high, factor_low, tl.dot(low, factor_high)))
+        else:
+            out = tl.dot(high, factor, input_precision="tf32x3")
+        gate = tl.load(pre + row * n + i, mask=in_rows, other=0.0)[:, None]
+        out += gate * incoming - own * streams[i].to(tl.float32) + above[i].to(tl.float32)
+        tl.store(dx + at + i * HIDDEN, out.to(dx.dtype.element_ty), mask=here)
 
-    Programs of one column of all streams are neighbours, so that du comes from memory once.
-    """
-    stream, split = tl.program_id(0) % n, tl.program_id(1)
-    column, output = (tl.program_id(0) // n) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, PADDED)
-    inside, in_outputs = column < HIDDEN, output < OUTPUTS
-    at = stream * HIDDEN + column
-    in_weight = in_outputs[:, None] & inside[None, :]
-    factor = tl.load(weight + output[:, None] * (n * HIDDEN) + at[None, :], mask=in_weight, other=0.0)
-    dweight = tl.zeros((PADDED, COLUMNS), tl.float32)
-    if x.dtype.element_ty == tl.bfloat16:
-        factor_high = factor.to(tl.bfloat16)
-        factor_low = (factor - factor_high.to(tl.float32)).to(tl.bfloat16)
+
+@triton.jit
+def _weight_gradient(x, dprojected, partial, num_rows, num_steps, WIDTH: tl.constexpr, OUTPUTS: tl.constexpr, PADDED: tl.constexpr,
+                     PIECES: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """partial [SPLITS, O, WIDTH]: dprojected^T x over our share of the tokens."""
+    column, output, split = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, PADDED), tl.program_id(1)
+    inside, in_outputs = column < WIDTH, output < OUTPUTS
+    total = tl.zeros((COLUMNS, PADDED), tl.float32)
     for step in range(0, num_steps):
         row = (split + step * SPLITS).to(tl.int64) * ROWS + tl.arange(0, ROWS)
         in_rows = row < num_rows
-        here = in_rows[:, None] & inside[None, :]
-        values = tl.load(x + row[:, None] * (n * HIDDEN) + at[None, :], mask=here, other=0.0)
-        incoming = tl.load(du + row[:, None] * HIDDEN + column[None, :], mask=here, other=0.0).to(tl.float32)
-        grad = tl.load(dprojected + row[:, None] * OUTPUTS + output[None, :], mask=in_rows[:, None] & in_outputs[None, :], other=0.0)
-        gate = tl.load(pre + row * n + stream, mask=in_rows, other=0.0)
-        own = tl.load(coefficient + row, mask=in_rows, other=0.0)
-        out = gate[:, None] * incoming - own[:, None] * values.to(tl.float32)
-        if x.dtype.element_ty == tl.bfloat16:
-            # 16 bits of each factor: dx is rounded to 8.
-            high = grad.to(tl.bfloat16)
-            low = (grad - high.to(tl.float32)).to(tl.bfloat16)
-            out = tl.dot(high, factor_high, tl.dot(high, factor_low, tl.dot(low, factor_high, out)))
-        else:
-            out = tl.dot(grad, factor, out, input_precision="tf32x3")
-        out += tl.load(through + row[:, None] * (n * HIDDEN) + at[None, :], mask=here, other=0.0).to(tl.float32)
-        tl.store(dx + row[:, None] * (n * HIDDEN) + at[None, :], out.to(dx.dtype.element_ty), mask=here)
-        dweight = add_product(dweight, tl.trans(grad), values)
-    tl.store(partial + split.to(tl.int64) * OUTPUTS * n * HIDDEN + output[:, None] * (n * HIDDEN) + at[None, :], dweight, mask=in_weight)
+        values = tl.load(x + row[:, None] * WIDTH + column[None, :], mask=in_rows[:, None] & inside[None, :], other=0.0)
+        for number in tl.static_range(PIECES):
+            grad = tl.load(dprojected + (number * num_rows.to(tl.int64) + row)[:, None] * OUTPUTS + output[None, :],
+                           mask=in_rows[:, None] & in_outputs[None, :], other=0.0)
+            total = tl.dot(tl.trans(values), grad, total, input_precision="tf32x3")
+    at = (split.to(tl.int64) * OUTPUTS + output)[None, :] * WIDTH + column[:, None]
+    tl.store(partial + at, total, mask=inside[:, None] & in_outputs[None, :])
 
 
 @triton.jit
@@ -120,39 +133,42 @@ def _merge(x, y, post, res, scale, new, HIDDEN: tl.constexpr, n: tl.constexpr, C
 
 
 @triton.jit
-def _merge_backward(x, y, post, res, scale, grad, dx, dy, dpost, dres, HIDDEN: tl.constexpr, n: tl.constexpr, COLUMNS: tl.constexpr,
-                    HAS_SCALE: tl.constexpr):
-    """dx = H_res^T g, dy = H_post g, dH_post = g y, dH_res = g x^T, with g = grad * scale."""
+def _merge_backward(x, y, post, res, scale, grad, dx, dy, dpost, dres, HIDDEN: tl.constexpr, n: tl.constexpr, LANES: tl.constexpr,
+                    NUMBERS: tl.constexpr, HAS_SCALE: tl.constexpr):
+    """dx = H_res^T g, dy = H_post g, dH_post = g y, dH_res = g x^T, with g = grad * scale. A lane has some neighbouring columns, and one
+    sum of each kind."""
     row, mix, gates, dmix, dgates, factor = tl.program_id(0).to(tl.int64), (), (), (), (), 1.0
     if HAS_SCALE:
         factor = tl.load(scale + row).to(tl.float32)
     for i in tl.static_range(n):
-        gates = gates + (tl.load(post + row * n + i),)
-        dgates = dgates + (tl.zeros((COLUMNS,), tl.float32),)
+        gates = gates + (tl.load(post + row * n + i) * factor,)
+        dgates = dgates + (tl.zeros((LANES,), tl.float32),)
         for j in tl.static_range(n):
-            mix = mix + (tl.load(res + (row * n + i) * n + j),)
-            dmix = dmix + (tl.zeros((COLUMNS,), tl.float32),)
-    for start in range(0, HIDDEN, COLUMNS):
-        column = start + tl.arange(0, COLUMNS)
+            mix = mix + (tl.load(res + (row * n + i) * n + j) * factor,)
+            dmix = dmix + (tl.zeros((LANES,), tl.float32),)
+    for start in range(0, HIDDEN, LANES * NUMBERS):
+        column = start + tl.arange(0, LANES)[:, None] * NUMBERS + tl.arange(0, NUMBERS)[None, :]
         inside = column < HIDDEN
-        written, above, out = _load(y + row * HIDDEN, column, inside), (), tl.zeros((COLUMNS,), tl.float32)
+        written, above, streams, out = _load(y + row * HIDDEN, column, inside), (), (), tl.zeros((LANES, NUMBERS), tl.float32)
+        for i in tl.static_range(n):
+            above = above + (_load(grad + (row * n + i) * HIDDEN, column, inside),)
+            streams = streams + (_load(x + (row * n + i) * HIDDEN, column, inside),)
         gate_sums, mix_sums = (), ()
         for i in tl.static_range(n):
-            above = above + (_load(grad + (row * n + i) * HIDDEN, column, inside) * factor,)
             out += gates[i] * above[i]
-            gate_sums = gate_sums + (dgates[i] + above[i] * written,)
+            gate_sums = gate_sums + (dgates[i] + tl.sum(above[i] * written, 1),)
         tl.store(dy + row * HIDDEN + column, out.to(dy.dtype.element_ty), mask=inside)
         for j in tl.static_range(n):
-            stream, out = _load(x + (row * n + j) * HIDDEN, column, inside), tl.zeros((COLUMNS,), tl.float32)
+            out = tl.zeros((LANES, NUMBERS), tl.float32)
             for i in tl.static_range(n):
                 out += mix[i * n + j] * above[i]
-                mix_sums = mix_sums + (dmix[j * n + i] + above[i] * stream,)  # by column, then row
+                mix_sums = mix_sums + (dmix[j * n + i] + tl.sum(above[i] * streams[j], 1),)  # by column, then row
             tl.store(dx + (row * n + j) * HIDDEN + column, out.to(dx.dtype.element_ty), mask=inside)
         dgates, dmix = gate_sums, mix_sums
     for i in tl.static_range(n):
-        tl.store(dpost + row * n + i, tl.sum(dgates[i], 0))
+        tl.store(dpost + row * n + i, tl.sum(dgates[i], 0) * factor)
         for j in tl.static_range(n):
-            tl.store(dres + (row * n + i) * n + j, tl.sum(dmix[j * n + i], 0))
+            tl.store(dres + (row * n + i) * n + j, tl.sum(dmix[j * n + i], 0) * factor)
 
 
 def _columns(hidden: int, most: int) -> int:
@@ -181,16 +197,19 @@ def read_products(x: Tensor, du: Tensor) -> Tensor:
 
 def read_backward(x: Tensor, weight: Tensor, pre: Tensor, dprojected: Tensor, coefficient: Tensor, du: Tensor,
                   through: Tensor) -> tuple[Tensor, Tensor]:
-    """dx [T, nC] in x's dtype, to which `through` [T, nC] is added, and dweight [O, nC] fp32."""
-    (num_rows, width), n, outputs = x.shape, pre.shape[1], len(weight)
+    """dx [T, nC] in the dtype of x, with `through` [T, nC] added, and dweight [O, nC] fp32; dprojected is as `mappings_backward` has it."""
+    (num_rows, width), n, outputs, pieces = x.shape, pre.shape[1], len(weight), len(dprojected)
     dx = torch.empty_like(x)
     if not num_rows:
         return dx, torch.zeros_like(weight)
+    hidden, shared = width // n, {"OUTPUTS": outputs, "PADDED": max(16, next_power_of_2(outputs)), "PIECES": pieces}
+    _read_backward[(triton.cdiv(hidden, TILE_COLUMNS), triton.cdiv(num_rows, ROWS))](
+        x, weight, pre, dprojected, coefficient, du, through, dx, num_rows, HIDDEN=hidden, n=n, ROWS=ROWS, COLUMNS=TILE_COLUMNS, **shared,
+        num_warps=4)
     partial = torch.empty(SPLITS, outputs, width, dtype=torch.float32, device=x.device)
-    _read_backward[(triton.cdiv(width // n, TILE_COLUMNS) * n, SPLITS)](
-        x, weight, pre, dprojected, coefficient, du, through, dx, partial, num_rows, triton.cdiv(num_rows, ROWS * SPLITS),
-        HIDDEN=width // n, n=n, OUTPUTS=outputs, PADDED=max(16, next_power_of_2(outputs)), SPLITS=SPLITS, ROWS=ROWS, COLUMNS=TILE_COLUMNS,
-        num_warps=4, num_stages=3)
+    _weight_gradient[(triton.cdiv(width, PRODUCT_COLUMNS), SPLITS)](
+        x, dprojected, partial, num_rows, triton.cdiv(num_rows, SUMMED_ROWS * SPLITS), WIDTH=width, SPLITS=SPLITS, ROWS=SUMMED_ROWS,
+        COLUMNS=PRODUCT_COLUMNS, **shared, num_warps=4, num_stages=3)
     return dx, partial.sum(0)
 
 
@@ -210,5 +229,5 @@ def merge_backward(x: Tensor, y: Tensor, post: Tensor, res: Tensor, scale: Tenso
     dx, dy, dpost, dres = made = tuple(torch.empty_like(t) for t in (x, y, post, res))
     if num_rows:
         _merge_backward[(num_rows,)](x, y, post, res, scale, grad, dx, dy, dpost, dres, HIDDEN=hidden, n=n,
-                                     COLUMNS=_columns(hidden, SUMMED_COLUMNS), HAS_SCALE=scale is not None, num_warps=1)
+                                     LANES=LANES, NUMBERS=NUMBERS, HAS_SCALE=scale is not None, num_warps=1)
     return made

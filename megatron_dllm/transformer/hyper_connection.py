@@ -253,7 +253,7 @@ def read_backward(x: Tensor, weights: Weights, mapped: Mapped, du: Tensor, throu
         x, du = x.contiguous(), du.contiguous()
         dprojected, coefficient, dalpha, dbias = hyper_connection_mappings.mappings_backward(
             mapped.projected, mapped.root, weights.alpha, weights.bias, hyper_connection_streams.read_products(x, du), dpost.contiguous(),
-            dres.contiguous(), x.shape[1], weights.iterations)
+            dres.contiguous(), x.shape[1], weights.iterations, x.dtype)
         dx, dweight = hyper_connection_streams.read_backward(
             x, weights.weight, mapped.pre, dprojected, coefficient, du, through.contiguous())
         return dx, dweight, dalpha, dbias

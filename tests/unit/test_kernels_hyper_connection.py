@@ -66,7 +66,7 @@ def test_read(shape, dtype, device):
     plainly = plain.read_backward_in_torch(x, weights, theirs, *grads)
     dprojected, coefficient, dalpha, dbias = hyper_connection_mappings.mappings_backward(
         mapped.projected, mapped.root, *parameters[1:], hyper_connection_streams.read_products(x, grads[0]), *grads[2:], x.shape[1],
-        ITERATIONS)
+        ITERATIONS, dtype)
     dx, dweight = hyper_connection_streams.read_backward(x, parameters[0], mapped.pre, dprojected, coefficient, *grads[:2])
     assert_close([dx, dweight, dalpha, dbias], plainly, expected)
 
@@ -99,7 +99,8 @@ def test_kernels_repeat_bit_for_bit(device):
         x, parameters, grads = read_inputs((70, 4, 24), torch.bfloat16, device)
         pre, post, res, projected, root = made = hyper_connection_mappings.mappings(x, *parameters, 4, ITERATIONS)
         found = hyper_connection_mappings.mappings_backward(
-            projected, root, *parameters[1:], hyper_connection_streams.read_products(x, grads[0]), *grads[2:], x.shape[1], ITERATIONS)
+            projected, root, *parameters[1:], hyper_connection_streams.read_products(x, grads[0]), *grads[2:], x.shape[1], ITERATIONS,
+            x.dtype)
         return *made, *found, *hyper_connection_streams.read_backward(x, parameters[0], pre, *found[:2], *grads[:2])
 
     assert all(torch.equal(a, b) for a, b in zip(once(), once(), strict=True))

@@ -67,7 +67,8 @@ def _kernels() -> dict[str, Callable[..., Any]]:
 
     def read_backward(x: Tensor, w: streams.Weights, mapped: streams.Mapped, du: Tensor, through: Tensor, dpost: Tensor, dres: Tensor):
         dprojected, coefficient, dalpha, dbias = mappings.mappings_backward(
-            mapped.projected, mapped.root, w.alpha, w.bias, kernel.read_products(x, du), dpost, dres, x.shape[1], w.iterations)
+            mapped.projected, mapped.root, w.alpha, w.bias, kernel.read_products(x, du), dpost, dres, x.shape[1], w.iterations,
+            x.dtype)
         return *kernel.read_backward(x, w.weight, mapped.pre, dprojected, coefficient, du, through), dalpha, dbias
 
     return {"read": read, "read_backward": read_backward, "write": kernel.merge, "write_backward": kernel.merge_backward}
