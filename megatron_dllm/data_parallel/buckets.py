@@ -38,6 +38,7 @@ class Piece:
     stop: int
     gradient: Tensor
     counted: bool  # whether this rank is the one in the world that counts these elements (norm, zeros)
+    main_gradient: MainGradient | None = None  # where the gradient is this alone, and nothing of another rank is added
 
     @property
     def placement(self) -> Placement:
@@ -137,11 +138,14 @@ class Bucket:
     def pieces(self) -> Iterator[Piece]:
         """The parameters' parts in our own range."""
         own = self.own
-        for name, parameter, place in zip(self.names, self.parameters, self.places, strict=True):
+        for number, (name, parameter, place) in enumerate(zip(self.names, self.parameters, self.places, strict=True)):
             start, stop = max(own.start, place), min(own.stop, place + parameter.numel())
             if start < stop:
-                counted = parameter.placement.first and (self.weights is not None or self.group.rank == 0)
-                yield Piece(name, parameter, start - place, stop - place, self.gradients[start:stop], counted)
+                placement = parameter.placement
+                counted = placement.first and (self.weights is not None or self.group.rank == 0)
+                is_alone = self.group.size == 1 and not placement.partial_over_tp and placement.copies == 1 and placement.tied_to is None
+                main_gradient = self.main_gradients[number] if is_alone and self.main_gradients else None
+                yield Piece(name, parameter, start - place, stop - place, self.gradients[start:stop], counted, main_gradient)
 
 
 class GradientBuckets:
@@ -176,9 +180,7 @@ class GradientBuckets:
 
         def accumulate(source: nn.Parameter) -> None:
             if source.grad is not total:  # 16 bits, or somebody has dropped the gradient
-                if not is_wide:
-                    source.main_gradient.settle()
-                total.add_(source.grad)
+                (total if is_wide else source.main_gradient.open()).add_(source.grad)
                 source.grad = total if is_wide else None
             note_added()
 
@@ -224,6 +226,9 @@ class GradientBuckets:
         """Multiply every gradient that this rank has the sum of."""
         for bucket in self.buckets:
             bucket.gradients[bucket.own].mul_(factor)
+            for gradient in bucket.main_gradients:
+                if gradient.squares is not None:
+                    gradient.squares.mul_(factor.square())
 
     def pieces(self) -> Iterator[Piece]:
         """What this rank has the sum of, and steps."""

@@ -47,40 +47,51 @@ class GradientSums:
 
     def __init__(self, pieces: Iterable[Piece], world: Group):
         pieces = list(pieces)
-        counted = [piece for piece in pieces if piece.counted]
-        self.world, self.own, self.num_fill = world, [piece.gradient for piece in counted], sum(piece.num_fill for piece in counted)
+        self.world, self.own = world, [piece for piece in pieces if piece.counted]
         self.device = pieces[0].gradient.device if pieces else None
-        self.by_kernel = bool(self.own) and takes(*self.own) and all(gradient.dtype == torch.float32 for gradient in self.own)
-        self._pieces: KernelPieces | None = None
-        self._zeros: Tensor | None = None  # of the last reading, until they are asked for
+        gradients = [piece.gradient for piece in self.own]
+        self.by_kernel = takes(*gradients) and all(gradient.dtype == torch.float32 for gradient in gradients)
+        self._tables: dict[tuple[str, ...], KernelPieces] = {}  # by the parameters that are read
+        self._zeros: Tensor | None = None  # of all pieces, if they have just been read, until they are asked for
 
     def norm(self) -> Tensor:
-        """L2 norm, fp64: the same number on every rank."""
+        """L2 norm, fp64: the same number on every rank. Gradients whose squares were summed up as they were made are not read again."""
+        known = [piece.main_gradient.squares for piece in self.own if _has_squares(piece)]
+        unknown = [piece for piece in self.own if not _has_squares(piece)]
         squares = torch.zeros((), dtype=torch.float64, device=self.device)
-        if self.by_kernel:
-            squares, self._zeros = self._read()
-        elif self.own:
-            squares = torch.stack(torch._foreach_norm(self.own)).double().square().sum()
+        if known:
+            squares += torch.cat(known).double().sum()
+        if unknown and self.by_kernel:
+            read, zeros = self._sums(unknown)
+            squares += read
+            self._zeros = None if known else zeros
+        elif unknown:
+            squares += torch.stack(torch._foreach_norm([piece.gradient for piece in unknown])).double().square().sum()
         return communication.all_reduce(squares, self.world).sqrt()
 
     def num_zeros(self) -> int:
         """Elements of real parameters that are exactly zero; as `norm` has just read them, if it has."""
         zeros, self._zeros = self._zeros, None
-        if zeros is None and self.by_kernel:
-            zeros = self._read()[1]
+        if zeros is None and self.own and self.by_kernel:
+            zeros = self._sums(self.own)[1]
         elif zeros is None:
             zeros = torch.zeros((), dtype=torch.int64, device=self.device)
-            for gradient in self.own:
-                zeros += (gradient == 0).sum()
-        return int(communication.all_reduce(zeros - self.num_fill, self.world).item())
+            for piece in self.own:
+                zeros += (piece.gradient == 0).sum()
+        return int(communication.all_reduce(zeros - sum(piece.num_fill for piece in self.own), self.world).item())
 
-    def _read(self) -> tuple[Tensor, Tensor]:
+    def _sums(self, pieces: list[Piece]) -> tuple[Tensor, Tensor]:
         from ..kernels.gradient_sums import sums  # Triton is there with CUDA alone
         from ..kernels.pieces import Pieces
 
-        if self._pieces is None:
-            self._pieces = Pieces.of([[gradient] for gradient in self.own])
-        return sums(self._pieces)
+        names = tuple(piece.name for piece in pieces)
+        if names not in self._tables:
+            self._tables[names] = Pieces.of([[piece.gradient] for piece in pieces])
+        return sums(self._tables[names])
+
+
+def _has_squares(piece: Piece) -> bool:
+    return piece.main_gradient is not None and piece.main_gradient.squares is not None
 
 
 def gradient_norm(pieces: Iterable[Piece], world: Group) -> Tensor:

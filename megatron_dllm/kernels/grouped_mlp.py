@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from . import gated_gelu
-from .grouped_gemm import OuterProducts, RowTiles, Tiling, add_weight_gradient, place_tiles, product, weight_gradient
+from .grouped_gemm import OuterProducts, RowTiles, Tiling, add_weight_gradient, num_tiles, place_tiles, product, weight_gradient
 from .row_weights import RowWeights
 
 Sink = Callable[[OuterProducts], None]
@@ -111,10 +111,16 @@ def sum_parts(parts: Sequence[OuterProducts]) -> Tensor:
     return total
 
 
-def add_parts(total: Tensor, parts: Sequence[OuterProducts], is_fresh: Tensor) -> None:
+def add_parts(total: Tensor, parts: Sequence[OuterProducts], is_fresh: Tensor, squares: Tensor | None = None) -> None:
     """Add the gradient that `parts` make to `total` fp32, two of them at a time: reading and writing it is most of the work.
 
     Where `is_fresh` int32 [1] is 1 they replace what is there; then it becomes 0 (not where no part has rows).
+    squares: fp32 [num_sums(total)], gets sums of the total's squares.
     """
     for first in range(0, len(parts), 2):
-        add_weight_gradient(parts[first:first + 2], WEIGHTS_TILING, total, is_fresh)
+        add_weight_gradient(parts[first:first + 2], WEIGHTS_TILING, total, is_fresh, squares)
+
+
+def num_sums(total: Tensor) -> int:
+    """How many sums `add_parts` makes of the squares of a weight's gradient."""
+    return num_tiles(total, WEIGHTS_TILING)

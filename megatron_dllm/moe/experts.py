@@ -88,7 +88,7 @@ class Experts(nn.Module):
         """The feed-forward by our kernels. All uses of a weight in a backward make one gradient, in its fp32 buffer where it has one."""
         from ..kernels import grouped_gemm, grouped_mlp  # Triton is there with CUDA alone
 
-        kernels = Kernels(grouped_mlp.add_parts, grouped_gemm.clear_fresh, grouped_mlp.sum_parts)
+        kernels = Kernels(grouped_mlp.add_parts, grouped_gemm.clear_fresh, grouped_mlp.num_sums, grouped_mlp.sum_parts)
 
         def deferred(weight: Parameter, summed: SummedGradient) -> grouped_mlp.Deferred | None:
             if not weight.requires_grad or not torch.is_grad_enabled():

@@ -13,15 +13,17 @@ from torch import Tensor
 class Kernels:
     """What makes a gradient of the parts that its uses have put off.
 
-        add(total, parts, is_fresh)   adds the parts' sum, or puts it in the place of a fresh total
-        clear(total, is_fresh)        puts zeros into a fresh total, and leaves another as it is
-        make(parts)                   the parts' sum in the weight's dtype; None where it never is without a buffer
+        add(total, parts, is_fresh, squares)  adds the parts' sum, or puts it in the place of a fresh total
+        clear(total, is_fresh, squares)       puts zeros into a fresh total, and leaves another as it is
+        num_sums(total)                       sums of the total's squares that both leave in `squares`, fp32, of so many elements
+        make(parts)                           the parts' sum in the weight's dtype; None where it never is without a buffer
 
     The first two leave a total not fresh; `add` may leave it as it is where the sum is zero.
     """
 
-    add: Callable[[Tensor, Sequence[Any], Tensor], None]
-    clear: Callable[[Tensor, Tensor], None]
+    add: Callable[[Tensor, Sequence[Any], Tensor, Tensor], None]
+    clear: Callable[[Tensor, Tensor, Tensor], None]
+    num_sums: Callable[[Tensor], int]
     make: Callable[[Sequence[Any]], Tensor] | None = None
 
 
@@ -43,11 +45,21 @@ class MainGradient:
         self._hook = self.ticket.register_post_accumulate_grad_hook(self._complete)
         self._parts: list[Any] = []
         self._kernels: Kernels | None = None
+        self._squares: Tensor | None = None
+        self._is_mixed = False
 
     @property
     def is_used(self) -> bool:
         """Whether kernels have ever added to it."""
         return self._kernels is not None
+
+    @property
+    def squares(self) -> Tensor | None:
+        """Sums of the settled buffer's squares, fp32, so that nobody has to read it for its norm; None if others than kernels add to it.
+
+        What changes the buffer otherwise (a sum over ranks, a factor) is not seen in them.
+        """
+        return None if self._is_mixed else self._squares
 
     def put_off(self, kernels: Kernels, part: Any) -> None:
         """Have the kernels add this part together with all others of the backward; the ticket's gradient must follow."""
@@ -57,8 +69,7 @@ class MainGradient:
     def add(self, kernels: Kernels, part: Any) -> None:
         """Have the kernels add this part now, which is all of a backward's."""
         self._kernels = kernels
-        kernels.add(self.total, [part], self.is_fresh)
-        self.then()
+        self._add([part])
 
     def release(self) -> None:
         """Take no more parts, and be free to go: Python does not see the cycle through the ticket's hook."""
@@ -71,14 +82,25 @@ class MainGradient:
 
     def settle(self) -> None:
         """Have zeros in the buffer if it counts as zeros: before anything but the kernels reads it."""
-        if self.is_used:
-            self._kernels.clear(self.total, self.is_fresh)
+        if self._squares is not None:
+            self._kernels.clear(self.total, self.is_fresh, self._squares)
+
+    def open(self) -> Tensor:
+        """The buffer, for others to add to."""
+        self.settle()
+        self._is_mixed = True
+        return self.total
 
     @torch.no_grad()
     def _complete(self, ticket: Tensor) -> None:
         ticket.grad = None
         parts, self._parts = self._parts, []
-        self._kernels.add(self.total, parts, self.is_fresh)
+        self._add(parts)
+
+    def _add(self, parts: Sequence[Any]) -> None:
+        if self._squares is None:
+            self._squares = torch.zeros(self._kernels.num_sums(self.total), device=self.total.device)
+        self._kernels.add(self.total, parts, self.is_fresh, self._squares)
         self.then()
 
 

@@ -113,30 +113,40 @@ def scale_and_round(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mul(x, scale, out=torch.empty_like(x, dtype=dtype))
 
 
-def _add_scaled(total: Tensor, parts: Sequence[tuple[Tensor, Tensor]], is_fresh: Tensor) -> None:
+def _add_scaled(total: Tensor, parts: Sequence[tuple[Tensor, Tensor]], is_fresh: Tensor, squares: Tensor) -> None:
     """total = total + x * scale of (x, scale), in one pass too; a fresh total is not read."""
     for x, scale in parts:
         if takes(total, x, scale) and total.dtype == x.dtype == scale.dtype == torch.float32:
             from megatron_dllm.kernels import scale as kernel
 
-            kernel.add_scaled_(total, x, scale, is_fresh)
+            kernel.add_scaled_(total, x, scale, is_fresh, squares)
         else:
-            _clear(total, is_fresh)
+            _clear(total, is_fresh, squares)
             total.addcmul_(x, scale)
+            squares.copy_(total.square().sum())
 
 
-def _clear(total: Tensor, is_fresh: Tensor) -> None:
+def _clear(total: Tensor, is_fresh: Tensor, squares: Tensor) -> None:
     """Zeros in a fresh total."""
     if takes(total) and total.dtype == torch.float32:
         from megatron_dllm.kernels import grouped_gemm
 
-        grouped_gemm.clear_fresh(total, is_fresh)
+        grouped_gemm.clear_fresh(total, is_fresh, squares)
     else:
-        total.masked_fill_(is_fresh.bool(), 0)
+        for x in (total, squares):
+            x.masked_fill_(is_fresh.bool(), 0)
         is_fresh.zero_()
 
 
-SCALED = Kernels(_add_scaled, _clear)
+def _num_sums(total: Tensor) -> int:
+    if takes(total) and total.dtype == torch.float32:
+        from megatron_dllm.kernels import scale as kernel
+
+        return kernel.num_sums(total)
+    return 1
+
+
+SCALED = Kernels(_add_scaled, _clear, _num_sums)
 
 
 class _Rows(torch.autograd.Function):

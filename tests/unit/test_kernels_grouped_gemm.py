@@ -107,7 +107,7 @@ def test_rows_after_the_last_experts_are_not_read(device):
 @pytest.mark.parametrize("num_calls, is_fresh", [(1, False), (2, False), (2, True), (3, False), (3, True)])
 def test_gradients_of_several_calls_are_added_to_fp32(num_calls, is_fresh, device):
     need_kernels(device)
-    from megatron_dllm.kernels.grouped_mlp import Deferred, add_parts, grouped_mlp
+    from megatron_dllm.kernels.grouped_mlp import Deferred, add_parts, grouped_mlp, num_sums
 
     starts = [torch.randn(4, 2 * INNER * HIDDEN, device=device), torch.randn(4, HIDDEN * INNER, device=device)]
     totals, parts = [x.clone() for x in starts], ([], [])
@@ -124,13 +124,15 @@ def test_gradients_of_several_calls_are_added_to_fp32(num_calls, is_fresh, devic
             want += grad.view(want.shape)
     losses.backward()
     assert all(weight.grad is None for weight in inputs[1:3]) and all(ticket.grad is not None for ticket in tickets)
-    for total, part, want, start in zip(totals, parts, wanted, starts, strict=True):
+    for total, part, want, start, width in zip(totals, parts, wanted, starts, (HIDDEN, INNER), strict=True):
         if is_fresh:
             start.zero_()
             total.fill_(float("nan"))
         fresh = torch.tensor([is_fresh], dtype=torch.int32, device=device)
-        add_parts(total, part, fresh)
+        squares = torch.full((num_sums(total.view(4, -1, width)),), float("nan"), device=device)
+        add_parts(total, part, fresh, squares)
         assert fresh.item() == 0
+        assert squares.double().sum().item() == pytest.approx(total.double().square().sum().item(), rel=1e-6)
         # What is multiplied has been rounded to bf16 twice on the way, which no sum makes larger.
         assert (total - want).abs().max() <= 2**-7 * (want - start).abs().max()
         assert torch.equal(total[1], start[1]), "an expert without rows leaves the buffer as it is"

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_dllm.config import PRESETS
-from megatron_dllm.data_parallel import GradientBuckets
+from megatron_dllm.data_parallel import GradientBuckets, GradientSums
 from megatron_dllm.moe.experts import Experts
 from megatron_dllm.parallel import ParallelContext
 from megatron_dllm.tensor_parallel.initialization import Initializer
@@ -55,6 +55,9 @@ def test_kernels_fill_the_buckets(uses, device):
     assert fast.down.grad is None and fast.gate_up.grad is None
     for ours_piece, piece in zip(ours.pieces(), wanted.pieces(), strict=True):
         assert piece.gradient.any()
+        squares = ours_piece.main_gradient.squares.double().sum().item()
+        assert squares == pytest.approx(ours_piece.gradient.double().square().sum().item(), rel=1e-6)
+        assert piece.main_gradient.squares is None, "autograd has added to it"
         # The plain path rounds the gradient of every backward to bf16, and sums of uses as well.
         assert (ours_piece.gradient - piece.gradient).abs().max() <= 2**-6 * piece.gradient.abs().max()
 
@@ -104,7 +107,37 @@ def test_a_gradient_that_nothing_reaches_is_zero(device):
         if uses:
             run(experts, uses, 1.0)
         buckets.finish()
-        assert not any(piece.gradient.any() for piece in buckets.pieces())
+        assert not any(piece.gradient.any() or piece.main_gradient.squares.any() for piece in buckets.pieces())
+
+
+@DEVICES
+def test_norm_without_reading(device):
+    need_kernels(device)
+    experts, buckets = experts_of(device, by_kernels=True)
+    sums = GradientSums(buckets.pieces(), ParallelContext.single(device).world)
+
+    def both():
+        wanted = torch.cat([piece.gradient for piece in buckets.pieces()]).double().norm().item()
+        return sums.norm().item(), pytest.approx(wanted, rel=1e-6)
+
+    for factor in (1.0, 0.5):
+        buckets.zero()
+        for uses in (USES["one"], USES["one without rows"]):
+            run(experts, uses, factor)
+        buckets.last_microbatch()
+        buckets.finish()
+        norm, wanted = both()
+        assert norm == wanted and norm > 0
+        buckets.scale(torch.tensor(0.3, device=device))
+        norm, wanted = both()
+        assert norm == wanted
+    next(buckets.pieces()).gradient.mul_(2)
+    norm, wanted = both()
+    assert norm != wanted, "these gradients are not read"
+    experts.by_kernels = False
+    run(experts, USES["one"], 1.0)
+    norm, wanted = both()
+    assert norm == wanted, "once autograd has added to them they are"
 
 
 @DEVICES
