@@ -20,6 +20,7 @@ from ..models.diffusion_gemma.stages import ModelPipeline, build_pipeline, over_
 from ..moe.balance import balance_metrics
 from ..parallel import ParallelContext, Watchdog, communication
 from ..transformer_engine import choices
+from . import out_of_memory
 from .batches import BatchMaker, PreparedBatch, training_batches
 from .evaluation import evaluate, sample_generations
 from .graphs import graphed
@@ -80,7 +81,14 @@ class Trainer:
 
     @classmethod
     def build(cls, run: RunConfig, context: ParallelContext) -> Trainer:
-        """Prepare data, then model and optimizer; ValueError for whatever the user can mend."""
+        """Prepare data, then model and optimizer; ValueError for whatever the user can mend, TrainingFailed where memory does not do."""
+        try:
+            return cls._build(run, context)
+        except torch.OutOfMemoryError as error:
+            raise TrainingFailed(out_of_memory.report(error, run, context)) from error
+
+    @classmethod
+    def _build(cls, run: RunConfig, context: ParallelContext) -> Trainer:
         tokenizer = build_tokenizer(run.data, run.model.eos_token_id)
         # One rank makes what the cache lacks; the others find it there.
         with first_rank_first(context):
@@ -102,7 +110,13 @@ class Trainer:
         return self.run.lora.lora_rank is not None
 
     def fit(self) -> None:
-        """Train to the last iteration, or until a stop is asked for."""
+        """Train to the last iteration, or until a stop is asked for; TrainingFailed where the run cannot go on."""
+        try:
+            self._fit()
+        except torch.OutOfMemoryError as error:
+            raise TrainingFailed(out_of_memory.report(error, self.run, self.context, self.model, self.optimizer)) from error
+
+    def _fit(self) -> None:
         rank, training = self.context.world.rank, self.run.training
         restored = restore(self)
         start = restored.iteration

@@ -11,7 +11,6 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 
-from planning import layout_memory as memory  # noqa: E402
 from planning import layout_time as timing  # noqa: E402
 from planning import layouts  # noqa: E402
 
@@ -20,6 +19,7 @@ from megatron_dllm.config import ParallelConfig  # noqa: E402
 from megatron_dllm.models.diffusion_gemma.build import UNSET, build_model  # noqa: E402
 from megatron_dllm.parallel import Group, ParallelContext  # noqa: E402
 from megatron_dllm.parallel.topology import GROUP_AXES, Topology  # noqa: E402
+from megatron_dllm.training import forecast as memory  # noqa: E402
 
 GIB = 2**30
 TOY = "--preset toy --data-source sudoku --train-iters 1 --bf16 --freeze-router".split()
@@ -74,7 +74,7 @@ def test_prediction_is_near_what_was_measured(rows, length):
     assert timing.compute_ms(flop, 6, 1, "H200", recompute=None)[0] == pytest.approx(milliseconds, rel=0.25)
     own = memory.model_elements(run).of_stage("EL", run.model.layer_types)
     weights = memory.state_bytes(own, run, 1, 1)["weights"]
-    tokens = timing.tokens_with_gradient(run, rows, 1)
+    tokens = memory.tokens_with_gradient(run, rows, 1)
     activations = tokens * sum(memory.activation_bytes(run, kind) for kind in run.model.layer_types)
     held = 2 * weights + activations + memory.buffer_bytes(run, own, tokens) - memory.RUNTIME_BYTES
     assert held / GIB == pytest.approx(gib, rel=0.10)

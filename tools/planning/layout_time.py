@@ -54,11 +54,6 @@ def token_counts(run: RunConfig, rows: int, *, canvases: int = 1, conditioned: f
         encoder_targets=rows * (length - 1), decoder_targets=count * canvas)
 
 
-def tokens_with_gradient(run: RunConfig, rows: float, canvases: int) -> float:
-    canvas = run.model.canvas_length * canvases if run.objective.objective != "ar" else 0
-    return rows * (run.data.seq_length + canvas)
-
-
 def operations(run: RunConfig, rows: int, canvases: int, conditioned: float | None = None) -> StepOperations:
     return step_operations(run.model, token_counts(run, rows, canvases=canvases, conditioned=conditioned),
                            recompute=run.training.recompute_granularity, recompute_modules=run.training.recompute_modules,

@@ -15,18 +15,11 @@ from functools import cache
 
 from megatron_dllm import config
 from megatron_dllm.config import DataConfig, RunConfig, TrainingConfig
-from megatron_dllm.models.diffusion_gemma.stages import LAYER_TICKS, LOSS_TICKS, model_layout
-from megatron_dllm.pipeline import Pipeline, StageLayout, build_schedule
-from megatron_dllm.pipeline.schedules import legal_groups
-from megatron_dllm.pipeline.simulator import simulate
-from megatron_dllm.pipeline.timing import layout_costs
+from megatron_dllm.training import forecast as memory
 from megatron_dllm.training.operations import StepOperations
-from planning import layout_memory as memory
 from planning import layout_time as timing
 
 GIB = 2**30
-# Bubbles are simulated up to so many microbatches; beyond, the fill is spread over more of them.
-SIMULATED_MICROBATCHES = 16
 SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 15, 16, 32, 64, 128)
 RECOMPUTE = {
     "none": {"recompute_granularity": None, "recompute_modules": ()},
@@ -135,33 +128,13 @@ def virtual_stages(num_layers: int, pp: int) -> list[int | None]:
 
 def plan(run: RunConfig, arguments: argparse.Namespace) -> Plan:
     """Memory and time of a legal layout."""
-    gpus, canvases = arguments.num_gpus, arguments.canvases_per_row
-    parallel, training = run.parallel, run.training
-    layout = model_layout(run) if parallel.pipeline_model_parallel_size > 1 else None
-    elements, dp = memory.model_elements(run), parallel.data_parallel_size(gpus) * parallel.context_parallel_size
+    gpus, parallel, training = arguments.num_gpus, run.parallel, run.training
+    predicted = memory.forecast(run, gpus, arguments.canvases_per_row)
     edp = gpus // (parallel.expert_tensor_parallel_size * parallel.expert_model_parallel_size * parallel.pipeline_model_parallel_size)
     microbatches = training.global_batch_size // (training.micro_batch_size * parallel.data_parallel_size(gpus))
-    tokens = timing.tokens_with_gradient(run, training.micro_batch_size, canvases) / parallel.context_parallel_size
-    bubble, in_flight = pipeline_shape(layout, microbatches, canvases > 0 and run.objective.objective != "ar")
-    ranks = range(parallel.pipeline_model_parallel_size)
-    every = (_held(run, elements, rank, layout, in_flight[rank], tokens, dp, edp) for rank in ranks)
-    held = max(every, key=lambda kinds: sum(kinds.values()))
-    return Plan(run, gpus, held, _time(run, elements, arguments, microbatches, tokens, bubble, dp, edp))
-
-
-def _stage(run: RunConfig, layout: StageLayout | None, rank: int) -> tuple[str, tuple[str, ...]]:
-    if layout is None:
-        return "E" + "m" * run.model.mtp_num_layers + "L", run.model.layer_kinds
-    part = layout.part(rank)
-    return part.letters, tuple(run.model.layer_kinds[layer] for layer in part.layers)
-
-
-def _held(run: RunConfig, elements: memory.ModelElements, rank: int, layout: StageLayout | None, in_flight: float, tokens: float, dp: int,
-          edp: int) -> dict[str, float]:
-    letters, types = _stage(run, layout, rank)
-    own = elements.of_stage(letters, types)
-    activations = in_flight * tokens * sum(memory.activation_bytes(run, kind) for kind in types)
-    return memory.state_bytes(own, run, dp, edp) | {"activations": activations, "buffers": memory.buffer_bytes(run, own, tokens)}
+    dp = parallel.data_parallel_size(gpus) * parallel.context_parallel_size
+    time = _time(run, predicted.elements, arguments, microbatches, predicted.tokens, predicted.bubble, dp, edp)
+    return Plan(run, gpus, dict(predicted.fullest), time)
 
 
 def _time(run: RunConfig, elements: memory.ModelElements, arguments: argparse.Namespace, microbatches: int, tokens: float, bubble: float,
@@ -175,7 +148,7 @@ def _time(run: RunConfig, elements: memory.ModelElements, arguments: argparse.Na
     compute, launch_bound = timing.compute_ms(counted.hardware / arguments.num_gpus, layers, microbatches, arguments.gpu,
                                               recompute=training.recompute_granularity)
     communication = microbatches * timing.communication_ms(run, tokens, layers, gpus_per_node=arguments.gpus_per_node)
-    own = elements.of_stage(*_stage(run, None, 0))
+    own = elements.of_stage(*memory.stage_of(run, None, 0))
     trained = {grid: sum(count for (of, trains, _), count in own.items() if trains and of == grid) / pp for grid in ("dense", "expert")}
     shares = {"dense": dp, "expert": edp}
     gradients = sum(
@@ -194,26 +167,6 @@ def _operations(*key) -> StepOperations:
     run = RunConfig(model=model, objective=objective, lora=lora, data=DataConfig(seq_length=seq_length),
                     training=TrainingConfig(recompute_granularity=recompute, recompute_modules=modules))
     return timing.operations(run, rows, canvases)
-
-
-def pipeline_shape(layout: StageLayout | None, microbatches: int, diffusion: bool) -> tuple[float, tuple[float, ...]]:
-    """The bubble, and for each rank how many microbatches' activations of all its layers it keeps at most."""
-    return (0.0, (1.0,)) if layout is None else _simulated(layout, microbatches, diffusion)
-
-
-@cache
-def _simulated(layout: StageLayout, microbatches: int, diffusion: bool) -> tuple[float, tuple[float, ...]]:
-    few = microbatches
-    while few > SIMULATED_MICROBATCHES and few % 2 == 0:
-        few //= 2
-    pipeline = Pipeline(layout.ranks, layout.chunks, tuple(diffusion and m % 2 == 0 for m in range(few)))
-    group = (legal_groups(ranks=layout.ranks, chunks=layout.chunks, microbatches=few) or [None])[0]
-    costs = layout_costs(layout, layer=LAYER_TICKS, embedding=1, loss=LOSS_TICKS)
-    schedule = build_schedule(pipeline, group=group, costs=costs)
-    simulation = simulate(pipeline, schedule.lists, costs)
-    waiting = simulation.makespan * layout.ranks - simulation.work
-    bubble = waiting / (waiting + simulation.work * microbatches / few)
-    return bubble, tuple(peak.activations / layout.chunks for peak in simulation.peaks)
 
 
 COLUMNS = ("tp", "cp", "pp", "vpp", "ep", "etp", "rows", "recompute", "shared", "ms/step", "bubble", "sent ms", *memory.KINDS, "GiB")

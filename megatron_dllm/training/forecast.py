@@ -1,4 +1,4 @@
-"""What a GPU of a layout holds, in bytes by kind: weights, gradients, optimizer, activations, buffers.
+"""What a GPU of a layout will hold, in bytes by kind: weights, gradients, optimizer, activations, buffers.
 
 Weights, gradients and optimizer state are counted from the model that would be built (on torch's meta device, so nothing is allocated);
 activations and buffers by formula, whose factor comes from measurements (see ACTIVATION_FACTOR).
@@ -10,13 +10,18 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 
-from megatron_dllm.config import DataConfig, ModelConfig, ParallelConfig, RunConfig, TrainingConfig
-from megatron_dllm.models.diffusion_gemma.build import UNSET, build_model
-from megatron_dllm.parallel import ParallelContext
+from ..config import DataConfig, ModelConfig, ParallelConfig, RunConfig, TrainingConfig
+from ..models.diffusion_gemma.build import UNSET, build_model
+from ..models.diffusion_gemma.stages import LAYER_TICKS, LOSS_TICKS, model_layout
+from ..parallel import ParallelContext
+from ..pipeline import Pipeline, StageLayout, build_schedule
+from ..pipeline.schedules import legal_groups
+from ..pipeline.simulator import simulate
+from ..pipeline.timing import layout_costs
 
 KINDS = ("weights", "gradients", "optimizer", "activations", "buffers")
 # Activations measured over activations counted: 6 layers of the released model on one H200 grew by 320 KiB a token and layer from batch
@@ -24,6 +29,8 @@ KINDS = ("weights", "gradients", "optimizer", "activations", "buffers")
 ACTIVATION_FACTOR = 1.4
 # CUDA's context and NCCL's buffers, which torch does not count: an assumption.
 RUNTIME_BYTES = 1.5 * 2**30
+# Bubbles are simulated up to so many microbatches; beyond, the fill is spread over more of them.
+SIMULATED_MICROBATCHES = 16
 
 # (grid, trained, bytes of an element) -> elements on one rank
 Elements = Counter
@@ -160,3 +167,69 @@ def buffer_bytes(run: RunConfig, elements: Elements, tokens: float) -> float:
         again = tokens * max(activation_bytes(plain, kind) for kind in set(model.layer_kinds))
     frozen_embedding = not any(trained and grid == "dense" and size for (grid, trained, size) in elements)
     return RUNTIME_BYTES + again + (0 if frozen_embedding else 2 * 4 * vocabulary)
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """held: of each pipeline rank, bytes by kind. bubble: share of a step in which a rank waits for others. tokens: of a microbatch on
+    one rank, with gradient."""
+
+    elements: ModelElements
+    held: tuple[Mapping[str, float], ...]
+    bubble: float
+    tokens: float
+
+    @property
+    def fullest(self) -> Mapping[str, float]:
+        return max(self.held, key=lambda kinds: sum(kinds.values()))
+
+
+def forecast(run: RunConfig, world_size: int, canvases_per_row: int = 1) -> Forecast:
+    """Of a legal run; `canvases_per_row`: that a row carries, where rows are packed."""
+    parallel, training = run.parallel, run.training
+    layout = model_layout(run) if parallel.pipeline_model_parallel_size > 1 else None
+    elements, dp = model_elements(run), parallel.data_parallel_size(world_size) * parallel.context_parallel_size
+    edp = world_size // (parallel.expert_tensor_parallel_size * parallel.expert_model_parallel_size * parallel.pipeline_model_parallel_size)
+    microbatches = training.global_batch_size // (training.micro_batch_size * parallel.data_parallel_size(world_size))
+    tokens = tokens_with_gradient(run, training.micro_batch_size, canvases_per_row) / parallel.context_parallel_size
+    bubble, in_flight = pipeline_shape(layout, microbatches, canvases_per_row > 0 and run.objective.objective != "ar")
+    held = []
+    for rank, microbatches_kept in enumerate(in_flight):
+        letters, types = stage_of(run, layout, rank)
+        own = elements.of_stage(letters, types)
+        activations = microbatches_kept * tokens * sum(activation_bytes(run, kind) for kind in types)
+        held.append(state_bytes(own, run, dp, edp) | {"activations": activations, "buffers": buffer_bytes(run, own, tokens)})
+    return Forecast(elements, tuple(held), bubble, tokens)
+
+
+def stage_of(run: RunConfig, layout: StageLayout | None, rank: int) -> tuple[str, tuple[str, ...]]:
+    """The letters and the layers' types that a pipeline rank has."""
+    if layout is None:
+        return "E" + "m" * run.model.mtp_num_layers + "L", run.model.layer_kinds
+    part = layout.part(rank)
+    return part.letters, tuple(run.model.layer_kinds[layer] for layer in part.layers)
+
+
+def tokens_with_gradient(run: RunConfig, rows: float, canvases: int) -> float:
+    canvas = run.model.canvas_length * canvases if run.objective.objective != "ar" else 0
+    return rows * (run.data.seq_length + canvas)
+
+
+def pipeline_shape(layout: StageLayout | None, microbatches: int, diffusion: bool) -> tuple[float, tuple[float, ...]]:
+    """The bubble, and for each rank how many microbatches' activations of all its layers it keeps at most."""
+    return (0.0, (1.0,)) if layout is None else _simulated(layout, microbatches, diffusion)
+
+
+@cache
+def _simulated(layout: StageLayout, microbatches: int, diffusion: bool) -> tuple[float, tuple[float, ...]]:
+    few = microbatches
+    while few > SIMULATED_MICROBATCHES and few % 2 == 0:
+        few //= 2
+    pipeline = Pipeline(layout.ranks, layout.chunks, tuple(diffusion and m % 2 == 0 for m in range(few)))
+    group = (legal_groups(ranks=layout.ranks, chunks=layout.chunks, microbatches=few) or [None])[0]
+    costs = layout_costs(layout, layer=LAYER_TICKS, embedding=1, loss=LOSS_TICKS)
+    schedule = build_schedule(pipeline, group=group, costs=costs)
+    simulation = simulate(pipeline, schedule.lists, costs)
+    waiting = simulation.makespan * layout.ranks - simulation.work
+    bubble = waiting / (waiting + simulation.work * microbatches / few)
+    return bubble, tuple(peak.activations / layout.chunks for peak in simulation.peaks)
