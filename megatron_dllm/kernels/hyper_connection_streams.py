@@ -16,7 +16,8 @@ COLUMNS = 1024  # of each stream that a program of 4 warps holds: 8 numbers a th
 # Where n^2 + n sums are made besides, a program is one warp, whose lanes have 8 neighbouring numbers each, 16 bytes of bf16: no warp waits
 # for another, and many fit a processor.
 LANES, NUMBERS = 32, 8
-ROWS, TILE_COLUMNS = 32, 64  # of `_read_backward`: tokens, and columns of each stream
+# Of `_read_backward`: tokens, columns of each stream, warps. Four programs of 126 registers fit a processor, each with 36 KB on the way.
+ROWS, TILE_COLUMNS, TILE_WARPS = 64, 32, 4
 # Of `_weight_gradient`: tokens and columns of a tile, and the programs that share the tokens: 264 for 4 x 2816 columns, two a processor.
 SUMMED_ROWS, PRODUCT_COLUMNS, SPLITS = 64, 128, 3
 
@@ -205,7 +206,7 @@ def read_backward(x: Tensor, weight: Tensor, pre: Tensor, dprojected: Tensor, co
     hidden, shared = width // n, {"OUTPUTS": outputs, "PADDED": max(16, next_power_of_2(outputs)), "PIECES": pieces}
     _read_backward[(triton.cdiv(hidden, TILE_COLUMNS), triton.cdiv(num_rows, ROWS))](
         x, weight, pre, dprojected, coefficient, du, through, dx, num_rows, HIDDEN=hidden, n=n, ROWS=ROWS, COLUMNS=TILE_COLUMNS, **shared,
-        num_warps=4)
+        num_warps=TILE_WARPS)
     partial = torch.empty(SPLITS, outputs, width, dtype=torch.float32, device=x.device)
     _weight_gradient[(triton.cdiv(width, PRODUCT_COLUMNS), SPLITS)](
         x, dprojected, partial, num_rows, triton.cdiv(num_rows, SUMMED_ROWS * SPLITS), WIDTH=width, SPLITS=SPLITS, ROWS=SUMMED_ROWS,
