@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import pytest
 import torch
 
 from megatron_dllm.config import MoEConfig, ObjectiveConfig, OptimizerConfig
@@ -57,6 +58,7 @@ def steps(rank):
     return found, same
 
 
+@pytest.mark.slow
 def test_ranks_record_and_replay_together(world):
     first, second = world.run(steps, size=2, timeout=120)
     assert first == second

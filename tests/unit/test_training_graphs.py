@@ -26,6 +26,7 @@ from megatron_dllm.training.graphs import (
 )
 from megatron_dllm.training.optimizer import MasterOptimizer
 from megatron_dllm.training.step import train_step
+from megatron_dllm.transformer.recompute import Recompute
 from tests.unit.toy import CONFIG, LENGTHS, toy_inputs, toy_model, toy_plan
 
 CPU = torch.device("cpu")
@@ -84,7 +85,8 @@ def one_form(count: int):
     return [reshuffled(inputs, seed) for seed in range(count)]
 
 
-@pytest.mark.parametrize("recompute", [(), ("block",), ("moe", "mlp")], ids=["none", "full", "selective"])
+@pytest.mark.parametrize("recompute", [(), ("block",), pytest.param(("moe", "mlp"), marks=pytest.mark.slow)],
+                         ids=["none", "full", "selective"])
 def test_steps_with_graphs_are_bit_equal_to_steps_without(recompute):
     plain, model = (toy_model(recompute=frozenset(recompute)) for _ in range(2))
     optimizers = [MasterOptimizer(m, OptimizerConfig(lr=1e-2), m.context) for m in (plain, model)]
@@ -213,14 +215,18 @@ def test_without_cuda_graphs_are_refused():
 WIDE = dataclasses.replace(PRESETS["toy"], num_layers=3, layer_types=("sliding", "sliding", "full"), window_size=32, canvas_length=16)
 
 
+BALANCED = MoEConfig(moe_aux_loss_coeff=0.1, moe_z_loss_coeff=0.1, moe_router_enable_expert_bias=True)
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("moe", [MoEConfig(), MoEConfig(moe_aux_loss_coeff=0.1, moe_z_loss_coeff=0.1, moe_router_enable_expert_bias=True)],
-                         ids=["plain", "balanced"])
-def test_cuda_graphs_give_the_same_losses_and_gradients(moe):
+@pytest.mark.parametrize(("moe", "recompute"), [(MoEConfig(), ()), (BALANCED, ()), (MoEConfig(), ("block",)), (BALANCED, ("moe", "mlp"))],
+                         ids=["plain", "balanced", "full recompute", "balanced, selective recompute"])
+def test_cuda_graphs_give_the_same_losses_and_gradients(moe, recompute):
     device = torch.device("cuda", 0)
 
     def built():
-        model = DiffusionGemma(WIDE, context=ParallelContext.single(device), init=Initializer(5, 0.15), dtype=torch.bfloat16, moe=moe)
+        model = DiffusionGemma(WIDE, context=ParallelContext.single(device), init=Initializer(5, 0.15), dtype=torch.bfloat16, moe=moe,
+                               recompute=Recompute(frozenset(recompute)))
         return model, MasterOptimizer(model, OptimizerConfig(lr=1e-3), model.context)
 
     (plain, plain_optimizer), (model, optimizer) = built(), built()
@@ -231,7 +237,7 @@ def test_cuda_graphs_give_the_same_losses_and_gradients(moe):
         batch = [reshuffled(inputs, 2 * step + n, WIDE) for n in range(2)]
         expected = train_step(plain, plain_optimizer, batch, 1e-3)
         got = train_step(model, optimizer, batch, 1e-3, graphs=graphs)
-        assert (got.loss, got.grad_norm) == (expected.loss, expected.grad_norm), f"step {step}"
+        assert (got.loss, got.grad_norm, got.replay) == (expected.loss, expected.grad_norm, expected.replay), f"step {step}"
     assert graphs.drain().replayed == 9
     for (name, a), (_, b) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
         assert torch.equal(a, b), name
