@@ -92,8 +92,3 @@ class GradientSums:
 
 def _has_squares(piece: Piece) -> bool:
     return piece.main_gradient is not None and piece.main_gradient.squares is not None
-
-
-def gradient_norm(pieces: Iterable[Piece], world: Group) -> Tensor:
-    """`GradientSums.norm` of pieces that are read once."""
-    return GradientSums(pieces, world).norm()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_dllm.config import PRESETS, ModelConfig, ObjectiveConfig
-from megatron_dllm.data_parallel import GradientBuckets, finalize_gradients, gradient_norm
+from megatron_dllm.data_parallel import GradientBuckets, GradientSums, finalize_gradients
 from megatron_dllm.diffusion.batch_plan import RowRequest, fit_example, plan_batch
 from megatron_dllm.diffusion.inputs import MicrobatchInputs, microbatch_inputs, to_device
 from megatron_dllm.diffusion.random import DrawKey, Stream
@@ -132,6 +132,7 @@ class Gradients:
     def __init__(self, model: nn.Module, context: ParallelContext):
         trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
         self.buckets, self.context = GradientBuckets(trainable, context), context
+        self.sums = GradientSums(self.buckets.pieces(), context.world)
 
     def finish_gradients(self) -> None:
         """As MasterOptimizer's."""
@@ -139,7 +140,7 @@ class Gradients:
 
     def grad_norm(self) -> Tensor:
         """As MasterOptimizer's."""
-        return gradient_norm(self.buckets.pieces(), self.context.world)
+        return self.sums.norm()
 
     def drop_gradients(self) -> None:
         """As MasterOptimizer's."""
