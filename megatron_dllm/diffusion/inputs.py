@@ -108,7 +108,9 @@ def microbatch_inputs(streams: Streams, config: ModelConfig, *, dtype: torch.dty
         kept=kept and {kind: shared.own_kept(kept[kind]) for kind in LAYER_TYPES}, shards=shared.first_pass(), device=device, split=split,
         routed=_routed(np.concatenate([kinds, np.where(again, DRAFT, CANVAS)]), streams, **place),
         runs=first_runs(streams.visibility, None if kept is None else streams.self_conditioned) if linear else None,
-        draws=None if words is None else np.concatenate([words.clean[shared.own_clean], words.canvas[shared.own_canvas]]))
+        draws=None if words is None else np.concatenate([words.clean[shared.own_clean], words.canvas[shared.own_canvas]]),
+        # A draft is scored nowhere, its signal has no gradient, and no other token sees it.
+        num_live=len(clean) if len(canvas) and again.all() else None)
     first_scored = score([(clean, np.zeros(len(clean), np.int64), None), (canvas, canvas_group, bonus)], ~drafts)
     second_pass = second_scored = None
     if kept is not None:

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .live_rows import input_gradient
+
 
 @dataclass(frozen=True)
 class Factors:
@@ -24,48 +26,46 @@ class Factors:
     scale: float
 
 
-def adapted_linear(x: Tensor, weights: Sequence[Tensor], factors: Sequence[Factors]) -> tuple[Tensor, ...]:
+def adapted_linear(x: Tensor, weights: Sequence[Tensor], factors: Sequence[Factors], num_live: int | None = None) -> tuple[Tensor, ...]:
     """y_i = x @ (W_i + scale B_i A_i).T, [T, F_i] or [T, P, F_i], of x [T, D] and frozen W_i [F, D] or [P, F, D]; of one scale.
 
-    Saved: x, and A x of [T, r] a matrix and part.
+    Rows of the gradient after the first `num_live` are taken for zero (see live_rows). Saved: x, and A x of [T, r] a matrix and part.
     """
     scale = factors[0].scale
     assert all(each.scale == scale for each in factors) and not any(weight.requires_grad for weight in weights)
-    flat = _AdaptedLinear.apply(x, scale, len(weights), *(w.flatten(0, -2) for w in weights), *(each.a.flatten(0, -2) for each in factors),
-                                *(each.b for each in factors))
+    flat = _AdaptedLinear.apply(x, scale, num_live, len(weights), *(w.flatten(0, -2) for w in weights),
+                                *(each.a.flatten(0, -2) for each in factors), *(each.b for each in factors))
     return tuple(y.unflatten(1, weight.shape[:-1]) for y, weight in zip(flat, weights, strict=True))
 
 
 class _AdaptedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, scale: float, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx, x: Tensor, scale: float, num_live: int | None, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         weights, a, b = tensors[:count], tensors[count:2 * count], tensors[2 * count:]
         low = x @ _stacked(a).t()
         ys = tuple(x @ weight.t() for weight in weights)
         for y, own, low_columns, columns in _parts(ys, b):
             y[:, columns].addmm_(low[:, low_columns], own.t(), alpha=scale)
         ctx.save_for_backward(x, low, *tensors)
-        ctx.scale, ctx.count = scale, count
+        ctx.scale, ctx.num_live, ctx.count = scale, num_live, count
         return ys
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *dys: Tensor):
-        (x, low, *tensors), count, scale = ctx.saved_tensors, ctx.count, ctx.scale
+        (x, low, *tensors), count, scale, live = ctx.saved_tensors, ctx.count, ctx.scale, slice(ctx.num_live)
         weights, a, b = tensors[:count], tensors[count:2 * count], tensors[2 * count:]
-        stacked, dlow, db = _stacked(a), torch.empty_like(low), [torch.empty_like(own) for own in b]
-        flat_db = iter([part for each in db for part in (each.unbind(0) if each.dim() == 3 else (each,))])
+        x, low, stacked, db = x[live], low[live], _stacked(a), [torch.empty_like(own) for own in b]
+        dlow, flat_db = torch.empty_like(low), iter([part for each in db for part in (each.unbind(0) if each.dim() == 3 else (each,))])
         for dy, own, low_columns, columns in _parts(dys, b):
-            torch.mm(dy[:, columns], own, out=dlow[:, low_columns])
-            next(flat_db).addmm_(dy[:, columns].t(), low[:, low_columns], beta=0, alpha=scale)
+            torch.mm(dy[live, columns], own, out=dlow[:, low_columns])
+            next(flat_db).addmm_(dy[live, columns].t(), low[:, low_columns], beta=0, alpha=scale)
         dx = None
         if ctx.needs_input_grad[0]:
-            dx = dys[0] @ weights[0]
-            for dy, weight in zip(dys[1:], weights[1:], strict=True):
-                dx.addmm_(dy, weight)
-            dx.addmm_(dlow, stacked, alpha=scale)
+            dx = input_gradient(dys, weights, ctx.num_live)
+            dx[live].addmm_(dlow, stacked, alpha=scale)
         da = torch.empty_like(stacked).addmm_(dlow.t(), x, beta=0, alpha=scale)
-        return dx, None, None, *[None] * count, *da.split([len(own) for own in a]), *db
+        return dx, None, None, None, *[None] * count, *da.split([len(own) for own in a]), *db
 
 
 def _stacked(a: Sequence[Tensor]) -> Tensor:

@@ -19,10 +19,15 @@ BITS = 31  # that the bound is compared with
 
 @dataclass(frozen=True)
 class TokenDraws:
-    """Words of tokens, int64: of all T of a pass (fill included), and of our piece of them under sequence parallelism."""
+    """What linear layers are told of a pass's tokens.
 
-    every: Tensor
-    own: Tensor
+    Words for dropout, int64: of all T of a pass (fill included), and of our piece of them under sequence parallelism; None without dropout.
+    num_live: only so many of them, the first ones, may get a gradient that is not zero (None: all).
+    """
+
+    every: Tensor | None
+    own: Tensor | None
+    num_live: int | None = None
 
 
 class Dropout(nn.Module):

@@ -17,6 +17,7 @@ from megatron_dllm.parallel.placement import place
 from .adapted_linear import Factors, adapted_linear
 from .dropout import TokenDraws
 from .initialization import Init, make_parameter
+from .live_rows import live_linear
 
 LinearProduct = Callable[[Tensor, Tensor], Tensor]  # x [T, D] and W [F, D] -> x @ W.T, [T, F]
 
@@ -63,14 +64,24 @@ def column_layers(x: Tensor, layers: Sequence[ColumnParallelLinear], draws: Toke
     tp, sequence_parallel = layers[0].tp, layers[0].sequence_parallel
     factors = [layer.factors for layer in layers if layer.factors is not None and layer.product is F.linear]
     if len(factors) == len(layers):
-        return adapted_linear(x, [layer.weight for layer in layers], factors)
+        return adapted_linear(x, [layer.weight for layer in layers], factors, _num_live(x, tp, draws))
     if all(layer.product is F.linear for layer in layers):
-        ys = column_linear(x, [layer.weight for layer in layers], tp=tp, sequence_parallel=sequence_parallel)
+        weights, num_live = [layer.weight for layer in layers], _num_live(x, tp, draws)
+        if num_live is None:
+            ys = column_linear(x, weights, tp=tp, sequence_parallel=sequence_parallel)
+        else:
+            ys = live_linear(x, weights, num_live)
     else:
         tokens = gather_sequence(x, tp) if sequence_parallel else sum_grad_over(x, tp)
         flat = (layer.product(tokens, layer.weight.flatten(0, -2)) for layer in layers)
         ys = tuple(y.unflatten(1, layer.weight.shape[:-1]) for y, layer in zip(flat, layers, strict=True))
     return tuple(layer.adapter(y, x, draws) for y, layer in zip(ys, layers, strict=True))
+
+
+def _num_live(x: Tensor, tp: Group, draws: TokenDraws | None) -> int | None:
+    """How many of the rows get a gradient, where that is made use of: on one tensor-parallel rank, and not on CPUs, whose results are held
+    to bits that other cuts of the sums over rows would change."""
+    return draws.num_live if draws is not None and tp.size == 1 and x.is_cuda else None
 
 
 class _ColumnLinear(torch.autograd.Function):
@@ -144,8 +155,11 @@ class RowParallelLinear(nn.Module):
         self.weight = make_parameter(name, placement, init=init, dtype=dtype, device=context.device)
 
     def forward(self, x: Tensor, draws: TokenDraws | None = None) -> Tensor:
+        num_live = _num_live(x, self.tp, draws)
         if self.factors is not None and self.product is F.linear:
-            return adapted_linear(x, [self.weight], [self.factors])[0]
+            return adapted_linear(x, [self.weight], [self.factors], num_live)[0]
+        if num_live is not None and self.product is F.linear:
+            return self.adapter(live_linear(x, [self.weight], num_live)[0], x, draws)
         y = row_linear(x, self.weight, tp=self.tp, sequence_parallel=self.sequence_parallel, product=self.product)
         return self.adapter(y, x, draws)
 

@@ -24,8 +24,8 @@ LAYER_TYPES = ("sliding", "full")  # those that attend to keys; "linear" layers 
 
 @dataclass(frozen=True)
 class LayerPass:
-    """What the layers of one type share. `kept` int64 [n]: the keys handed on as the layer's context (None: nothing is). `draws`: for
-    dropout, where there is any.
+    """What the layers of one type share. `kept` int64 [n]: the keys handed on as the layer's context (None: nothing is). `draws`: what
+    linear layers are told.
     """
 
     rotary: RotaryTable
@@ -110,7 +110,8 @@ class TokenPass:
 def token_pass(config: ModelConfig, visibility: Mapping[str, Visibility], positions: np.ndarray, *, device: torch.device, num_clean: int,
                kept: Mapping[str, np.ndarray] | None = None, key_order: Mapping[str, np.ndarray] | None = None,
                shards: Mapping[str, Shards] | None = None, split: SequenceSplit = SequenceSplit(),  # noqa: B008 (immutable)
-               routed: RoutedTokens | None = None, runs: Runs | None = None, draws: np.ndarray | None = None) -> TokenPass:
+               routed: RoutedTokens | None = None, runs: Runs | None = None, draws: np.ndarray | None = None,
+               num_live: int | None = None) -> TokenPass:
     """The pass of tokens at `positions` [T], of which the first `num_clean` are clean.
 
     visibility  by layer type (the types may hold different contexts), without the window, which sliding layers add
@@ -119,8 +120,9 @@ def token_pass(config: ModelConfig, visibility: Mapping[str, Visibility], positi
     shards      by layer type, who has what under context parallelism: then the visibility is that of all ranks' tokens, all else our own
     runs        what linear layers need, if the model has any
     draws       int64 [T], a word of each token for dropout
+    num_live    of our tokens only so many, the first ones, may get a gradient that is not zero (None: all)
     """
-    token_draws = None if draws is None else _token_draws(draws, split, device)
+    token_draws = None if draws is None and num_live is None else _token_draws(draws, num_live, split, device)
     filled = np.pad(positions, (0, -len(positions) % split.size))
     where = torch.from_numpy(filled).to(device)
     layers = {}
@@ -139,9 +141,11 @@ def token_pass(config: ModelConfig, visibility: Mapping[str, Visibility], positi
     return TokenPass(num_clean, len(positions) - num_clean, layers, split, routed, token_draws)
 
 
-def _token_draws(draws: np.ndarray, split: SequenceSplit, device: torch.device) -> TokenDraws:
+def _token_draws(draws: np.ndarray | None, num_live: int | None, split: SequenceSplit, device: torch.device) -> TokenDraws:
+    if draws is None:
+        return TokenDraws(None, None, num_live)
     every = torch.from_numpy(np.pad(draws, (0, -len(draws) % split.size))).to(device)
-    return TokenDraws(every, every.chunk(split.size)[split.rank] if len(every) else every)
+    return TokenDraws(every, every.chunk(split.size)[split.rank] if len(every) else every, num_live)
 
 
 def layer_frequencies(config: ModelConfig, kind: str, device: torch.device) -> Tensor:
