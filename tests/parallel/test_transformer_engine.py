@@ -1,45 +1,42 @@
-"""Layouts whose layers a stand-in for Transformer Engine computes, against one process whose layers are our own, in bf16."""
-import sys
-from dataclasses import replace
-from pathlib import Path
-from unittest import mock
-
+"""Linear layers cut over two ranks whose products a stand-in for Transformer Engine makes, against the same by torch."""
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
-
-from verification.layout_bf16 import compare_low, low_trace  # noqa: E402
-from verification.layout_cases import LAYOUTS, Case  # noqa: E402
-from verification.layout_compare import layout_context, run_case  # noqa: E402
-from verification.layout_training import reference_trace  # noqa: E402
-
-from megatron_dllm.models.diffusion_gemma import build  # noqa: E402
-from megatron_dllm.parallel import Topology, create_context  # noqa: E402
-from megatron_dllm.transformer_engine import Engine  # noqa: E402
-from tests.unit.fake_transformer_engine import Linear, install_fake  # noqa: E402
+from megatron_dllm.parallel import Topology, create_context
+from megatron_dllm.tensor_parallel import ColumnParallelLinear, Initializer, RowParallelLinear, column_layers
+from megatron_dllm.transformer_engine import Engine, install
+from tests.unit.fake_transformer_engine import install_fake
 
 CPU = torch.device("cpu")
-NAMES = ("tp2", "tp2+sp")
+TOKENS, HIDDEN, INNER = 10, 16, 32
 
 
-def outcomes(rank):
-    """Of each layout: the outcome, and how many products the stand-in's Linear has made."""
-    base = create_context(Topology(world=2), rank=rank, device=CPU, sequence_parallel=False)
-    layouts = {layout.name: replace(layout, transformer_impl="transformer_engine") for layout in LAYOUTS if layout.name in NAMES}
-    cases = [Case(layouts[name], "ar", "unequal", 1, "selective").for_bf16 for name in NAMES]
-    trace = low_trace(cases[0], reference_trace(cases[0], 1, CPU, with_fp32=False), CPU)
-    found = {}
+def results(rank, sequence_parallel):
+    """(by torch, by the stand-in) of y and the gradients of x and all weights; x is read by two layers, whose sum a third one reads."""
+    context = create_context(Topology(world=2, tp=2), rank=rank, device=CPU, sequence_parallel=sequence_parallel)
+    shared = {"context": context, "init": Initializer(0, 0.3), "dtype": torch.bfloat16}
+    layers = torch.nn.ModuleList([
+        ColumnParallelLinear("a", (INNER, HIDDEN), **shared), ColumnParallelLinear("b", (INNER, HIDDEN), **shared),
+        RowParallelLinear("c", (HIDDEN, INNER), **shared)])
+    draw = torch.Generator().manual_seed(0)
+    x, grad = (torch.randn(TOKENS, HIDDEN, generator=draw).bfloat16() for _ in range(2))
+    if sequence_parallel:
+        x, grad = (whole.chunk(2)[rank] for whole in (x, grad))
+    x.requires_grad_()
+
+    def run():
+        a, b = column_layers(x, layers[:2])
+        y = layers[2](a * 0.7 + b)
+        return [t.detach().float() for t in (y, *torch.autograd.grad(y, (x, *layers.parameters()), grad))]
+
+    ours = run()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "load_engine", lambda *_: engine)
-        engine = Engine(install_fake(patch), grouped=True)
-        for case in cases:
-            with mock.patch.object(Linear, "forward", autospec=True, side_effect=Linear.forward) as forward:
-                found[case.layout.name] = run_case(case, trace, layout_context(case.layout, base), compare_low, ""), forward.call_count
-    return found
+        install(layers, Engine(install_fake(patch)))
+        return ours, run()
 
 
-def test_layouts_hold(world):
-    for found in world.run(outcomes, size=2, timeout=300):
-        for outcome, products in found.values():
-            assert outcome.missed() == [] and outcome.explanations == () and products > 0
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_layers_cut_over_ranks(world, sequence_parallel):
+    for ours, theirs in world.run(results, sequence_parallel, size=2):
+        for a, b in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(b, a, rtol=2**-6, atol=2**-6 * a.abs().max().item())
