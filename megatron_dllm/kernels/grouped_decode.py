@@ -25,7 +25,7 @@ from .launch import processors
 @dataclass(frozen=True)
 class DecodeTiling:
     """rows of ours x columns, which are rows of the weight; `depth` of the contraction a step, `stages` of them on their way; programs a
-    processor (None: one a tile)."""
+    processor (None: one a tile); whether the next tile's loop begins before a tile is stored."""
 
     rows: int
     columns: int
@@ -33,11 +33,12 @@ class DecodeTiling:
     warps: int
     stages: int
     programs: int | None = None
+    flatten: bool = False
 
 
 # The same rows: one table of tiles serves both products.
 UP_TILING = DecodeTiling(32, 64, 64, warps=4, stages=4)
-DOWN_TILING = DecodeTiling(32, 128, 64, warps=4, stages=4)
+DOWN_TILING = DecodeTiling(32, 128, 64, warps=4, stages=5, programs=2, flatten=True)
 
 
 @triton.jit
@@ -51,18 +52,22 @@ def _rows_tile(x, at, inner, inside, D: tl.constexpr, DEPTH: tl.constexpr):
 
 @triton.jit
 def _activated(x, weight, token, y, table, number, D: tl.constexpr, F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-               DEPTH: tl.constexpr, ENTRY: tl.constexpr):
-    """x [T, D]; weight: a descriptor of [E, 2 F, D] by [1, COLUMNS, DEPTH]; y [N, F]."""
+               DEPTH: tl.constexpr, ENTRY: tl.constexpr, FLATTEN: tl.constexpr):
+    """x [T, D], or without `token` a descriptor of the rows [N, D]; weight: one of [E, 2 F, D] by [1, COLUMNS, DEPTH]; y [N, F]."""
     ACROSS: tl.constexpr = (F + COLUMNS - 1) // COLUMNS
-    for tile in tl.range(tl.program_id(0), tl.load(number) * ACROSS, tl.num_programs(0)):
+    for tile in tl.range(tl.program_id(0), tl.load(number) * ACROSS, tl.num_programs(0), flatten=FLATTEN):
         entry = table + tile // ACROSS * ENTRY
         expert, first, rows = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
         column, down = tile % ACROSS * COLUMNS, tl.arange(0, ROWS)
         inside = down < rows
-        at = tl.load(token + first + down, mask=inside, other=0).to(tl.int64) * D
+        if token is not None:
+            at = tl.load(token + first + down, mask=inside, other=0).to(tl.int64) * D
         gate, up = tl.zeros((COLUMNS, ROWS), tl.float32), tl.zeros((COLUMNS, ROWS), tl.float32)
         for start in range(0, D, DEPTH):
-            part = _rows_tile(x, at, start + tl.arange(0, DEPTH), inside, D, DEPTH).T
+            if token is not None:
+                part = _rows_tile(x, at, start + tl.arange(0, DEPTH), inside, D, DEPTH).T
+            else:
+                part = x.load([first, start]).T
             gate = tl.dot(weight.load([expert, column, start]).reshape(COLUMNS, DEPTH), part, gate)
             up = tl.dot(weight.load([expert, F + column, start]).reshape(COLUMNS, DEPTH), part, up)
         # Rounded as they are where they are stored first.
@@ -75,19 +80,17 @@ def _activated(x, weight, token, y, table, number, D: tl.constexpr, F: tl.conste
 
 @triton.jit
 def _narrowed(x, weight, y, table, number, D: tl.constexpr, F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-              DEPTH: tl.constexpr, ENTRY: tl.constexpr):
-    """x [N, D]; weight: a descriptor of [E, F, D] by [1, COLUMNS, DEPTH]; y [N, F]."""
+              DEPTH: tl.constexpr, ENTRY: tl.constexpr, FLATTEN: tl.constexpr):
+    """x: a descriptor of [N, D] by [ROWS, DEPTH]; weight: one of [E, F, D] by [1, COLUMNS, DEPTH]; y [N, F]."""
     ACROSS: tl.constexpr = (F + COLUMNS - 1) // COLUMNS
-    for tile in tl.range(tl.program_id(0), tl.load(number) * ACROSS, tl.num_programs(0)):
+    for tile in tl.range(tl.program_id(0), tl.load(number) * ACROSS, tl.num_programs(0), flatten=FLATTEN):
         entry = table + tile // ACROSS * ENTRY
         expert, first, rows = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
         column, down = tile % ACROSS * COLUMNS, tl.arange(0, ROWS)
         inside = down < rows
-        at = (first + down).to(tl.int64) * D
         total = tl.zeros((COLUMNS, ROWS), tl.float32)
         for start in range(0, D, DEPTH):
-            part = _rows_tile(x, at, start + tl.arange(0, DEPTH), inside, D, DEPTH).T
-            total = tl.dot(weight.load([expert, column, start]).reshape(COLUMNS, DEPTH), part, total)
+            total = tl.dot(weight.load([expert, column, start]).reshape(COLUMNS, DEPTH), x.load([first, start]).T, total)
         across = column + tl.arange(0, COLUMNS)
         place = y + (first + down).to(tl.int64)[None, :] * F + across[:, None]
         tl.store(place, total.to(y.dtype.element_ty), mask=inside[None, :] & (across < F)[:, None])
@@ -99,17 +102,21 @@ def _grid(tiles: RowTiles, width: int, tiling: DecodeTiling) -> tuple[int]:
 
 
 def _constants(tiling: DecodeTiling) -> dict[str, int]:
-    return {"ROWS": tiling.rows, "COLUMNS": tiling.columns, "DEPTH": tiling.depth, "ENTRY": ENTRY, "num_warps": tiling.warps,
-            "num_stages": tiling.stages}
+    return {"ROWS": tiling.rows, "COLUMNS": tiling.columns, "DEPTH": tiling.depth, "ENTRY": ENTRY, "FLATTEN": tiling.flatten,
+            "num_warps": tiling.warps, "num_stages": tiling.stages}
 
 
-def activated_rows(x: Tensor, gate_up: Tensor, rows: ExpertRows, tiling: DecodeTiling) -> Tensor:
-    """a [N, I] of x [T, H], gate_up [E, 2, I, H]; bf16. The rows' tiles are as high as the tiling's."""
+def activated_rows(x: Tensor, gate_up: Tensor, rows: ExpertRows, tiling: DecodeTiling, *, is_ordered: bool = False) -> Tensor:
+    """a [N, I] of x [T, H], or of the rows themselves [N, H] where x `is_ordered`, gate_up [E, 2, I, H]; bf16.
+
+    The rows' tiles are as high as the tiling's.
+    """
     inner, width = gate_up.shape[2:]
     y = x.new_empty(len(rows.token), inner)
+    source = TensorDescriptor.from_tensor(x, [tiling.rows, tiling.depth]) if is_ordered else x
     _activated[_grid(rows.tiles, inner, tiling)](
-        x, TensorDescriptor.from_tensor(gate_up.flatten(1, 2), [1, tiling.columns, tiling.depth]), rows.token, y, rows.tiles.table,
-        rows.tiles.number, D=width, F=inner, **_constants(tiling))
+        source, TensorDescriptor.from_tensor(gate_up.flatten(1, 2), [1, tiling.columns, tiling.depth]), None if is_ordered else rows.token, y,
+        rows.tiles.table, rows.tiles.number, D=width, F=inner, **_constants(tiling))
     return y
 
 
@@ -118,6 +125,7 @@ def narrowed_rows(activated: Tensor, down: Tensor, rows: ExpertRows, tiling: Dec
     width, inner = down.shape[1:]
     y = activated.new_empty(len(activated), width)
     _narrowed[_grid(rows.tiles, width, tiling)](
-        activated, TensorDescriptor.from_tensor(down, [1, tiling.columns, tiling.depth]), y, rows.tiles.table, rows.tiles.number, D=inner,
-        F=width, **_constants(tiling))
+        TensorDescriptor.from_tensor(activated, [tiling.rows, tiling.depth]),
+        TensorDescriptor.from_tensor(down, [1, tiling.columns, tiling.depth]), y, rows.tiles.table, rows.tiles.number, D=inner, F=width,
+        **_constants(tiling))
     return y

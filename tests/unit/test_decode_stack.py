@@ -58,6 +58,8 @@ def test_grouped_decode(hidden, inner, num_tokens, device):
     activated = activated_rows(x, gate_up, rows, tiling)
     assert torch.equal(activated, activated_rows(x, gate_up, rows, persistent))
     ordered = x[rows.token.long()]
+    for way in (tiling, dataclasses.replace(persistent, flatten=True)):
+        assert torch.equal(activated, activated_rows(ordered, gate_up, rows, way, is_ordered=True))
     counts = rows.tiles.starts.diff().long()
     for got, product in ((activated, lambda part, expert: gated(part @ gate_up[expert].double().flatten(0, 1).mT)),
                          (narrowed_rows(activated, down, rows, tiling), lambda part, expert: part @ down[expert].double().mT)):
