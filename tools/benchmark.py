@@ -19,7 +19,7 @@ SUITES = {
     "kernels": ("kernels", "attention, the experts' products and mHC beside torch"),
     "generation": ("generation", "a denoising step of generation beside transformers"),
     "pipeline": ("pipeline", "PP2 and PP2/VPP2 beside one process, with mHC and without: equal steps, time, bubble"),
-    "context": ("context", "optimizer steps on documents of 100,096 tokens, over one GPU or several that share them: tokens/s, memory, bytes"),
+    "context": ("context", "optimizer steps on documents of 100,096 tokens, on one GPU or shared by several: tokens/s, memory, bytes"),
     "moe": ("moe", "training steps by dispatcher and recompute over ranks that share experts: time, exchanges, exposed communication"),
 }
 

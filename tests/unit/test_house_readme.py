@@ -51,6 +51,8 @@ def problem(command: str) -> str | None:
     if training:  # flags of a run, handed on
         return problem(f"python tools/{path.name} {own}") or _training_problem(arguments[arguments.index("--") + 1 :])
     subcommand = arguments[0] if arguments and re.fullmatch(r"[a-z-]+", arguments[0]) and not arguments[0].startswith("-") else ""
+    if "--suite" in arguments[:-1]:  # a benchmark has the options of its suite
+        subcommand = f"--suite {arguments[arguments.index('--suite') + 1]}"
     try:
         known = flags_in_help(path, subcommand)
     except AssertionError as failure:
@@ -89,7 +91,7 @@ def _training_problem(arguments: list[str], processes: int = 1) -> str | None:
 
 @cache
 def flags_in_help(tool: Path, subcommand: str = "") -> frozenset[str]:
-    command = [sys.executable, str(tool), *([subcommand] if subcommand else []), "--help"]
+    command = [sys.executable, str(tool), *subcommand.split(), "--help"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "COLUMNS": "200"})
     assert result.returncode == 0, f"{tool.name} {subcommand} --help: {result.stderr}"
     known = set(re.findall(r"--[a-z0-9-]+", result.stdout))
