@@ -50,11 +50,11 @@ def train_step(model: DiffusionGemma, optimizer: MasterOptimizer, microbatches: 
     ReplayError, before the update, if what MoE layers recorded for their recompute has changed.
     """
     total = forward_backward(model, optimizer, microbatches, pipeline, graphs)
+    norm = optimizer.grad_norm()  # before anything waits for the device
     replay = None
     if model.recompute.parts:
         replay = model.recompute.monitor.report()
         replay.check(model.context)
-    norm = optimizer.grad_norm()
     result = StepResult(total.total.item(), total, norm.item(), replay, optimizer.num_zeros() if count_zeros else None)
     if result.is_finite:
         optimizer.step(lr, norm)
