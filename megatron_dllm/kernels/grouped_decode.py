@@ -115,8 +115,8 @@ def activated_rows(x: Tensor, gate_up: Tensor, rows: ExpertRows, tiling: DecodeT
     y = x.new_empty(len(rows.token), inner)
     source = TensorDescriptor.from_tensor(x, [tiling.rows, tiling.depth]) if is_ordered else x
     _activated[_grid(rows.tiles, inner, tiling)](
-        source, TensorDescriptor.from_tensor(gate_up.flatten(1, 2), [1, tiling.columns, tiling.depth]), None if is_ordered else rows.token, y,
-        rows.tiles.table, rows.tiles.number, D=width, F=inner, **_constants(tiling))
+        source, TensorDescriptor.from_tensor(gate_up.flatten(1, 2), [1, tiling.columns, tiling.depth]),
+        None if is_ordered else rows.token, y, rows.tiles.table, rows.tiles.number, D=width, F=inner, **_constants(tiling))
     return y
 
 

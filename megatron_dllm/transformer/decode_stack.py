@@ -27,6 +27,7 @@ from .key_cache import KeyCache
 from .norms import RMSNorm, rms_norm
 from .token_pass import LayerPass, TokenPass
 
+PREFETCHED = 0  # bytes of the experts' first weights that are asked for beside the router
 FEW_ROWS = 48  # of an expert, on average, up to which the kernels for few rows are taken
 
 
@@ -49,9 +50,9 @@ def _is_plain(block: TransformerBlock) -> bool:
 class DecodeStack:
     """final hidden states, normed, of x [T, H], as DiffusionGemma.run_layers gives them, for blocks that suit."""
 
-    def __init__(self, blocks: Sequence[TransformerBlock], final_norm: Tensor):
+    def __init__(self, blocks: Sequence[TransformerBlock], final_norm: Tensor, prefetched: int = PREFETCHED):
         device = final_norm.device
-        self.layers = [DecodeLayer(block) for block in blocks]
+        self.layers = [DecodeLayer(block, prefetched) for block in blocks]
         self.next_norms = [*(block.input_layernorm.weight for block in blocks[1:]), final_norm]
         self.beside = Beside(torch.cuda.Stream(device) if device.type == "cuda" else None)
 
@@ -86,12 +87,15 @@ class Beside:
 
 
 class DecodeLayer:
-    """One block; `projection` [(h + 2 g) d, H], or [(h + g) d, H] where values are raw keys, is a copy."""
+    """One block; `projection` [(h + 2 g) d, H], or [(h + g) d, H] where values are raw keys, is a copy.
 
-    def __init__(self, block: TransformerBlock):
+    With `prefetched` bytes the weights of what follows are asked for while attention and the router leave the memory idle.
+    """
+
+    def __init__(self, block: TransformerBlock, prefetched: int):
         attention = block.attention
         projections = [attention.q_proj, attention.k_proj] + ([] if attention.v_proj is None else [attention.v_proj])
-        self.block, self.projection = block, torch.cat([layer.weight.detach() for layer in projections])
+        self.block, self.prefetched, self.projection = block, prefetched, torch.cat([layer.weight.detach() for layer in projections])
 
     def __call__(self, x: Tensor, normed: Tensor, token_pass: TokenPass, cache: KeyCache, next_norm: Tensor,
                  beside: Beside) -> tuple[Tensor, Tensor]:
@@ -100,10 +104,11 @@ class DecodeLayer:
 
         block, eps = self.block, self.block.input_layernorm.eps
         router = block.moe.router
-        attended = self._attend(normed, token_pass.layers[block.kind], cache)
+        attended = self._attend(normed, token_pass.layers[block.kind], cache, beside)
         readers = block.pre_feedforward_layernorm.weight, block.pre_feedforward_layernorm_2.weight, router.scale
         h, for_mlp, for_experts, scaled = residual.after_attention(
             x, attended, block.post_attention_layernorm.weight, readers, router.root, eps)
+        self._ask_for(block.moe.experts.gate_up, self.prefetched, beside)
         with beside():
             dense = block.mlp(for_mlp)
         routing = router(scaled)
@@ -112,7 +117,14 @@ class DecodeLayer:
         scalar = block.layer_scalars[0 if token_pass.num_clean else 1]
         return decode_residual.finish_layer(h, dense, rows, row, routing.weights, *(norm.weight for norm in norms), scalar, next_norm, eps)
 
-    def _attend(self, normed: Tensor, layer_pass: LayerPass, cache: KeyCache) -> Tensor:
+    def _ask_for(self, weight: Tensor, num_bytes: int, beside: Beside) -> None:
+        if self.prefetched:
+            from ..kernels import prefetch  # Triton is there with CUDA alone
+
+            with beside():
+                prefetch.prefetch(weight.detach(), num_bytes)
+
+    def _attend(self, normed: Tensor, layer_pass: LayerPass, cache: KeyCache, beside: Beside) -> Tensor:
         from ..kernels import place_heads
 
         attention, plan, rotary = self.block.attention, layer_pass.attention, layer_pass.rotary
@@ -120,6 +132,7 @@ class DecodeLayer:
         query = place_heads.place_heads(
             F.linear(normed, self.projection), attention.q_norm.weight, attention.k_norm.weight, rotary.cos[:, 0], rotary.sin[:, 0],
             plan.own, cache.key.flatten(0, 1), cache.value.flatten(0, 1), heads, attention.eps)
+        self._ask_for(attention.o_proj.weight, attention.o_proj.weight.nbytes, beside)
         out = plan.attend_placed(query, cache)
         plan.move(cache)
         return F.linear(out.flatten(1), attention.o_proj.weight)
