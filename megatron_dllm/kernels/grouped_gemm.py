@@ -158,11 +158,15 @@ def _put(grad, expert, down, across, values, is_fresh):
 
 
 @triton.jit
-def _clear_fresh(total, is_fresh, size, BLOCK: tl.constexpr):
-    """Zeros in `total` if it is fresh, otherwise nothing."""
-    for at in range(tl.program_id(0) * BLOCK, size * tl.load(is_fresh), tl.num_programs(0) * BLOCK):
+def _clear_fresh(total, squares, is_fresh, size, num_squares, BLOCK: tl.constexpr):
+    """Zeros in `total` and `squares` if it is fresh, otherwise nothing."""
+    fresh = tl.load(is_fresh)
+    for at in range(tl.program_id(0) * BLOCK, size * fresh, tl.num_programs(0) * BLOCK):
         place = at + tl.arange(0, BLOCK)
         tl.store(total + place, tl.zeros((BLOCK,), tl.float32), mask=place < size)
+    for at in range(tl.program_id(0) * BLOCK, num_squares * fresh, tl.num_programs(0) * BLOCK):
+        place = at + tl.arange(0, BLOCK)
+        tl.store(squares + place, tl.zeros((BLOCK,), tl.float32), mask=place < num_squares)
 
 
 def place_tiles(counts: Tensor, num_rows: int, height: int) -> RowTiles:
@@ -216,10 +220,9 @@ def num_tiles(total: Tensor, tiling: Tiling) -> int:
     return num_experts * triton.cdiv(total.numel() // (num_experts * depth), tiling.rows) * triton.cdiv(depth, tiling.columns)
 
 
-def clear_fresh(total: Tensor, is_fresh: Tensor, squares: Tensor | None = None) -> None:
+def clear_fresh(total: Tensor, is_fresh: Tensor, squares: Tensor) -> None:
     """Zeros in `total` and `squares`, fp32, if `is_fresh` int32 [1] is 1 (which then becomes 0). The host waits for nothing."""
-    for x in (total,) if squares is None else (total, squares):
-        _clear_fresh[(4 * processors(x.device),)](x, is_fresh, x.numel(), BLOCK=CLEARED)
+    _clear_fresh[(4 * processors(total.device),)](total, squares, is_fresh, total.numel(), squares.numel(), BLOCK=CLEARED)
     is_fresh.zero_()
 
 

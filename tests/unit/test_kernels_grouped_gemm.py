@@ -61,6 +61,42 @@ def test_grouped_mlp_of_weighted_rows(counts, device):
 
 
 @DEVICES
+@pytest.mark.parametrize("live", [(2, 0, 30, 0), (3, 0, 41, 17), (0, 0, 0, 0)], ids=["some", "all", "none"])
+def test_grouped_mlp_of_live_rows(live, device):
+    need_kernels(device)
+    from megatron_dllm.kernels.grouped_mlp import grouped_mlp
+    from megatron_dllm.kernels.row_weights import LiveRows, RowWeights
+
+    counts = COUNTS["odd"]
+    inputs, dy = arguments(counts, device)
+    rows = torch.arange(sum(counts), device=device)
+    is_live = torch.cat([torch.arange(count) < number for count, number in zip(counts, live, strict=True)]).to(device)
+    slot = torch.cat([rows[is_live], rows[~is_live]]).argsort()  # live rows have the first slots
+    weights = draw(len(rows), 1, dtype=torch.float32, device=device)
+    dy[~is_live] = 0
+
+    def gradients(known: LiveRows | None):
+        y = grouped_mlp(*inputs, weighted=RowWeights(weights, slot, known))
+        drows, *others = torch.autograd.grad(y, (*inputs[:3], weights), dy)
+        return drows[is_live], *others
+
+    for ours, want in zip(gradients(LiveRows(sum(live), torch.tensor(live, device=device))), gradients(None), strict=True):
+        assert torch.equal(ours, want)
+
+
+@DEVICES
+def test_place_live_tiles(device):
+    need_kernels(device)
+    from megatron_dllm.kernels.grouped_gemm import place_tiles
+    from megatron_dllm.kernels.live_tiles import place_live_tiles
+
+    counts = torch.tensor([3, 0, 5, 4], device=device)
+    tiles = place_live_tiles(counts, torch.tensor([1, 0, 5, 0], device=device), place_tiles(counts, 20, 4))
+    assert tiles.number.item() == 3 and tiles.starts.tolist() == [0, 3, 3, 8, 12]
+    assert tiles.table[:3, :3].tolist() == [[0, 0, 1], [2, 3, 4], [2, 7, 1]]
+
+
+@DEVICES
 @pytest.mark.parametrize("is_trained", [False, True])
 def test_what_is_kept_of_rows(is_trained, device):
     need_kernels(device)
@@ -145,8 +181,10 @@ def test_clear_fresh(device):
 
     for is_fresh, size in ((0, 5), (1, 5), (1, 50_001)):
         room, fresh = torch.full((size + 1,), float("nan"), device=device), torch.tensor([is_fresh], dtype=torch.int32, device=device)
-        clear_fresh(room[:size], fresh)
-        assert room.isnan().sum() == (1 if is_fresh else size + 1) and fresh.item() == 0
+        squares = torch.full((4,), float("nan"), device=device)
+        clear_fresh(room[:size], fresh, squares[:3])
+        for x in (room, squares):
+            assert x.isnan().sum() == (1 if is_fresh else len(x)) and fresh.item() == 0
 
 
 @DEVICES
