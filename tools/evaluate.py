@@ -19,7 +19,7 @@ import logging
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ from megatron_dllm.data.source import ExampleSource  # noqa: E402
 from megatron_dllm.diffusion.random import Stream  # noqa: E402
 from megatron_dllm.generation.completions import Completion, Speed  # noqa: E402
 from megatron_dllm.generation.loaded import LoadedModel  # noqa: E402
-from megatron_dllm.generation.quality import Answer, Score, open_score  # noqa: E402
+from megatron_dllm.generation.quality import Answer, Example, Score, choose_examples, open_score  # noqa: E402
 from megatron_dllm.models.diffusion_gemma.loading import open_run  # noqa: E402
 from megatron_dllm.parallel.initialize import choose_device  # noqa: E402
 from megatron_dllm.training.batches import BatchMaker  # noqa: E402
@@ -155,33 +155,6 @@ def evaluate_generation(run: RunConfig, loaded: LoadedModel, source: ExampleSour
         "scores": {name: {"right": sum(right), "share": sum(right) / len(right)} for name, right in verdicts.items()},
         "tokens": speed.num_tokens, "tokens_per_forward": speed.tokens_per_forward, "effective_steps": speed.effective_steps,
         "ended": sum(c.ended for c in completions) / len(completions), "seconds": seconds, "tokens_per_second": speed.num_tokens / seconds}
-
-
-@dataclass(frozen=True)
-class Example:
-    """One example to answer, by its place in the source."""
-
-    index: int
-    prompt: tuple[int, ...]
-    reference: tuple[int, ...]
-
-
-def choose_examples(run: RunConfig, source: ExampleSource, count: int) -> tuple[list[Example], int]:
-    """The first `count` examples whose prompt leaves the model room for a canvas, and how many before them were left out."""
-    chosen, left_out = [], 0
-    canvas = run.model.canvas_length
-    new_tokens = -(-run.generation.max_new_tokens // canvas) * canvas
-    for index, (prompt, response) in enumerate(source.lengths.tolist()):
-        if prompt + min(new_tokens, response + canvas) > run.model.max_position_embeddings or response == 0:
-            left_out += 1
-            continue
-        tokens = source.tokens(index).tolist()
-        chosen.append(Example(index, tuple(tokens[:prompt]), tuple(tokens[prompt:])))
-        if len(chosen) == count:
-            break
-    if not chosen:
-        raise ValueError(f"{source.name}: no prompt leaves room in {run.model.max_position_embeddings} positions; lower --max-new-tokens")
-    return chosen, left_out
 
 
 def write_answers(path: Path, source: ExampleSource, examples: Sequence[Example], answers: Sequence[Answer],

@@ -99,6 +99,15 @@ def evaluation_has_data(source: str, interval: int | None, split: str) -> Fault 
     return Fault("no share of the data is for validation", "set --split to 969,30,1, or leave out --eval-interval", {"split": "969,30,1"})
 
 
+@check("eval_generations", "objective", "pipeline_model_parallel_size")
+def answers_need_canvases_and_whole_models(count: int | None, objective: str, stages: int) -> Fault | None:
+    if count is None or objective != "ar" and stages == 1:
+        return None
+    why = "no rank of a pipeline has the whole model" if objective != "ar" else "--objective ar has no canvases to denoise"
+    return Fault(f"answers cannot be generated while training: {why}",
+                 "leave --eval-generations out, and score checkpoints with tools/evaluate.py", {"eval_generations": None})  # fmt: skip
+
+
 @check("tokenizer_type", "tokenizer_model")
 def tokenizer_is_named(kind: str, model: str | None) -> Fault | None:
     if kind != "HuggingFaceTokenizer" or model:

@@ -59,7 +59,7 @@ RANGES: dict[str, Range] = {
          "distributed_timeout_minutes",
          "num_layers_per_virtual_pipeline_stage", "microbatch_group_size_per_virtual_pipeline_stage",
          "log_interval", "save_interval", "save_retain_interval", "save_total_limit", "save_hf_interval", "max_new_tokens",
-          "max_denoising_steps", "lora_rank"),
+         "eval_generations", "max_denoising_steps", "lora_rank"),
         COUNT,
     ),
     **dict.fromkeys(
@@ -116,7 +116,8 @@ NEEDS = (
     Needs(("sudoku_size", "sudoku_num_puzzles"), "--data-source sudoku", lambda run: run.data.makes_examples),
     Needs(("tokenizer_model",), "--tokenizer-type HuggingFaceTokenizer", lambda run: run.data.tokenizer_type == "HuggingFaceTokenizer"),
     Needs(("max_canvases_per_row",), "--packing", lambda run: run.data.packing),
-    Needs(("eval_iters",), "--eval-interval", lambda run: run.training.eval_interval is not None),
+    Needs(("eval_iters", "eval_generations"), "--eval-interval", lambda run: run.training.eval_interval is not None),
+    Needs(("eval_score",), "--eval-generations", lambda run: run.generation.eval_generations is not None),
     Needs(("recompute_modules",), "--recompute-granularity selective", lambda run: run.training.recompute_granularity == "selective"),
     Needs(("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim"),
           "a linear layer in --layer-types", lambda run: "linear" in run.model.layer_types),

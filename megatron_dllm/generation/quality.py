@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from ..config import RunConfig
+from ..data.source import ExampleSource
 from ..data.sudoku import SudokuTokenizer, exact_match
 from ..data.tokenizers import Tokenizer
 from .text import decode_tokens
@@ -91,3 +93,30 @@ def open_score(name: str) -> Score:
     if not callable(found):
         raise ValueError(f"--score {name}: module {kind} has no function {rest}")
     return found
+
+
+@dataclass(frozen=True)
+class Example:
+    """One example to answer, by its place in the source."""
+
+    index: int
+    prompt: tuple[int, ...]
+    reference: tuple[int, ...]
+
+
+def choose_examples(run: RunConfig, source: ExampleSource, count: int) -> tuple[list[Example], int]:
+    """The first `count` examples whose prompt leaves the model room for a canvas, and how many before them were left out."""
+    chosen, left_out = [], 0
+    canvas = run.model.canvas_length
+    new_tokens = -(-run.generation.max_new_tokens // canvas) * canvas
+    for index, (prompt, response) in enumerate(source.lengths.tolist()):
+        if prompt + min(new_tokens, response + canvas) > run.model.max_position_embeddings or response == 0:
+            left_out += 1
+            continue
+        tokens = source.tokens(index).tolist()
+        chosen.append(Example(index, tuple(tokens[:prompt]), tuple(tokens[prompt:])))
+        if len(chosen) == count:
+            break
+    if not chosen:
+        raise ValueError(f"{source.name}: no prompt leaves room in {run.model.max_position_embeddings} positions; lower --max-new-tokens")
+    return chosen, left_out

@@ -11,6 +11,8 @@ from ..data.source import ExampleSource
 from ..data.tokenizers import Tokenizer
 from ..diffusion.inputs import to_device
 from ..diffusion.sampler import CounterDraws, generate
+from ..generation.completions import EndTokens, Speed, complete
+from ..generation.quality import Answer, choose_examples, open_score
 from ..generation.text import decode_tokens
 from ..models.diffusion_gemma.inference import Session
 from ..models.diffusion_gemma.model import DiffusionGemma
@@ -20,6 +22,7 @@ from .step import loss_metrics, sum_terms
 
 # Evaluations are all made with the canvas length that a schedule ends in, so that they can be compared.
 END_OF_SCHEDULE = 1 << 62
+ANSWERED_TOGETHER = 32  # rows
 
 
 @torch.no_grad()
@@ -39,6 +42,23 @@ def evaluation_rows(maker: BatchMaker, num_rows: int) -> range:
     slot = maker.run.training.micro_batch_size * maker.context.dp.size
     available = maker.order.rows_before(1)
     return range(max(min(num_rows, available) // slot, 1) * slot)
+
+
+@torch.no_grad()
+def score_answers(model: DiffusionGemma, run: RunConfig, source: ExampleSource, tokenizer: Tokenizer) -> dict[str, float]:
+    """Answer the first --eval-generations prompts and score them; every rank does the same, so that experts' exchanges meet.
+
+    right_answers: share of them; tokens_per_forward. No answer is longer than the longest reference, in whole canvases; a row stops at its
+    end token, and each canvas that it keeps is encoded once.
+    """
+    examples, _ = choose_examples(run, source, run.generation.eval_generations)
+    config = replace(run.generation, max_new_tokens=min(run.generation.max_new_tokens, max(len(e.reference) for e in examples)))
+    ends = EndTokens(run.model.eos_token_id, run.model.pad_token_id)
+    completions = list(complete(lambda rows: Session(model, rows), [e.prompt for e in examples], config, ends, seed=run.training.seed,
+                                batch_size=ANSWERED_TOGETHER))
+    score = open_score(run.generation.eval_score)
+    right = [score(Answer(e.prompt, c.tokens, e.reference, tokenizer)) for e, c in zip(examples, completions, strict=True)]
+    return {"right_answers": sum(right) / len(right), "tokens_per_forward": Speed.of(completions, ends.pad_id).tokens_per_forward}
 
 
 @dataclass(frozen=True)

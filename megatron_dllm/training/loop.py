@@ -22,7 +22,7 @@ from ..parallel import ParallelContext, Watchdog, communication
 from ..transformer_engine import choices
 from . import out_of_memory
 from .batches import BatchMaker, PreparedBatch, training_batches
-from .evaluation import evaluate, sample_generations
+from .evaluation import evaluate, sample_generations, score_answers
 from .graphs import graphed
 from .logging import RunLogger
 from .norm_spikes import NormSpikes
@@ -209,6 +209,8 @@ class Trainer:
         self.model.eval()
         self.optimizer.finish_gathers()
         metrics = evaluate(self.model, self.valid, training.eval_iters * training.global_batch_size, self.pipeline)
+        if self.run.generation.eval_generations is not None:
+            metrics |= score_answers(self.model, self.run, self.sources.valid, self.tokenizer)
         logger.log_evaluation(iteration, metrics)
         # No rank of a pipeline has the whole model that generation needs.
         if self.run.objective.objective != "ar" and self.pipeline is None:

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,16 +12,10 @@ import functional  # noqa: E402
 from functional_tests.cases import ROOT, Part, read_cases  # noqa: E402
 from functional_tests.fingerprint import changed, fingerprint  # noqa: E402
 from functional_tests.golden import Golden, compare, take_steps  # noqa: E402
-from functional_tests.launching import Launcher, RunFailed, ask  # noqa: E402
+from functional_tests.launching import RunFailed, ask  # noqa: E402
 from functional_tests.running import environment_of  # noqa: E402
 
 from megatron_dllm.training.metrics_file import read_metrics  # noqa: E402
-
-
-@pytest.fixture(scope="module")
-def launcher() -> Iterator[Launcher]:
-    with Launcher() as launcher:
-        yield launcher
 
 
 @pytest.mark.slow
