@@ -18,6 +18,7 @@ SUITES = {
     "context": "context parallelism of a launched world (torchrun) against one device: ours and Transformer Engine's",
     "fp8": "FP8 by Transformer Engine against bf16 on a CUDA device: the loss over 100 steps of a toy, and the time of a layer's products",
     "moe": "dispatchers, expert parallelism and dispatch replay, over processes of this machine",
+    "adapters": "a run's adapters as PEFT loads them into transformers: the same logits",
     "sampler": "generation against transformers, with the same draws",
     "resume": "runs taken up again: bit-equal in the same layout, equal after gathering in any other",
     "saving_time": "time and training stall of a save, at once and in the background, beside torch.save",
