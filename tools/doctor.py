@@ -38,7 +38,7 @@ def trials(title: str, module: str, device: torch.device) -> Section:
 
 def parts(device: torch.device) -> dict[str, Callable[[], Section]]:
     """What makes each section of the report, by its title. Imports are made within: one that fails is a failed section, no more."""
-    tried = {"layers": "layers", "around them": "steps", "a model": "whole", "two processes": "worlds"}
+    tried = {"layers": "layers", "around them": "steps", "Transformer Engine": "engine", "a model": "whole", "two processes": "worlds"}
 
     def of(module: str, function: str) -> Callable[[], Section]:
         return lambda: getattr(importlib.import_module(f"tools.checkup.{module}"), function)(device)
