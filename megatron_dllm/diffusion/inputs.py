@@ -101,16 +101,17 @@ def microbatch_inputs(streams: Streams, config: ModelConfig, *, dtype: torch.dty
     place = {"device": device, "dtype": dtype}
     score = partial(_scored, leave_one_out=leave_one_out, multiple=scored_multiple, **place)
     kinds = np.where(np.arange(len(streams.clean)) < len(streams.clean) - streams.num_fill, CLEAN, FILL)[shared.own_clean]
+    # A draft is scored nowhere, its signal has no gradient, and no other token sees it.
+    num_live = len(clean) if len(canvas) and again.all() else None
     canvas_group = 1 + np.minimum((level * NOISE_BINS).astype(np.int64), NOISE_BINS - 1)
     linear, words = "linear" in config.layer_types, streams.dropout
     first_pass = token_pass(
         config, dict.fromkeys(LAYER_TYPES, streams.visibility), np.concatenate([clean.positions, canvas.positions]), num_clean=len(clean),
         kept=kept and {kind: shared.own_kept(kept[kind]) for kind in LAYER_TYPES}, shards=shared.first_pass(), device=device, split=split,
-        routed=_routed(np.concatenate([kinds, np.where(again, DRAFT, CANVAS)]), streams, **place),
+        routed=_routed(np.concatenate([kinds, np.where(again, DRAFT, CANVAS)]), streams, num_live=num_live, **place),
         runs=first_runs(streams.visibility, None if kept is None else streams.self_conditioned) if linear else None,
         draws=None if words is None else np.concatenate([words.clean[shared.own_clean], words.canvas[shared.own_canvas]]),
-        # A draft is scored nowhere, its signal has no gradient, and no other token sees it.
-        num_live=len(clean) if len(canvas) and again.all() else None)
+        num_live=num_live)
     first_scored = score([(clean, np.zeros(len(clean), np.int64), None), (canvas, canvas_group, bonus)], ~drafts)
     second_pass = second_scored = None
     if kept is not None:
@@ -170,8 +171,8 @@ def _filled_up(keys: np.ndarray, num_clean: int) -> np.ndarray:
     return np.union1d(keys, others[:-len(keys) % KEPT_MULTIPLE])
 
 
-def _routed(stream: np.ndarray, streams: Streams, *, device: torch.device, dtype: torch.dtype) -> RoutedTokens:
-    return RoutedTokens.of(_tensor(stream, device), streams.num_routed, dtype)
+def _routed(stream: np.ndarray, streams: Streams, *, device: torch.device, dtype: torch.dtype, num_live: int | None = None) -> RoutedTokens:
+    return RoutedTokens.of(_tensor(stream, device), streams.num_routed, dtype, num_live)
 
 
 def _scored(parts: list[tuple[TokenStream, np.ndarray, np.ndarray | None]], here: np.ndarray, *, leave_one_out: bool = False,

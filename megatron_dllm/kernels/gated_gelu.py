@@ -56,19 +56,24 @@ def _forward(gate_up, y, weights, slot, num_rows, WIDTH: tl.constexpr, ROWS: tl.
     tl.store(y + row * WIDTH + column, value.to(y.dtype.element_ty), mask=inside)
 
 
-@triton.jit
-def _backward(gate_up, dy, dgate_up, y, weights, slot, shares, num_rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """shares fp32 [T * k, tiles of a row]: what each tile adds to the gradient of its row's weight."""
+@triton.jit(do_not_specialize=["num_rows", "num_live"])
+def _backward(gate_up, dy, dgate_up, y, weights, slot, shares, num_rows, num_live, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+              COLUMNS: tl.constexpr):
+    """shares fp32 [T * k, tiles of a row]: what each tile adds to the gradient of its row's weight. Of weighted rows those of slots from
+    `num_live` on have a dy of zero, which is not read."""
     row, column, inside = _place(num_rows, WIDTH, ROWS, COLUMNS)
     at = row * (2 * WIDTH) + column
     gate = tl.load(gate_up + at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + at + WIDTH, mask=inside, other=0.0).to(tl.float32)
-    grad = tl.load(dy + row * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+    given = inside
+    if weights is not None:
+        place = tl.load(slot + row, mask=row < num_rows, other=0)
+        given = inside & (place < num_live)
+    grad = tl.load(dy + row * WIDTH + column, mask=given, other=0.0).to(tl.float32)
     activated, slope = _gelu(gate)
     value = activated * up
     if weights is not None:
         TILES: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
-        place = tl.load(slot + row, mask=row < num_rows, other=0)
         share = tl.sum(grad * value, 1)[:, None]
         tl.store(shares + place * TILES + tl.program_id(0) % TILES, share, mask=row < num_rows)
         weight = tl.load(weights + place, mask=row < num_rows, other=0.0)
@@ -95,14 +100,15 @@ def value(gate_up: Tensor, weighted: RowWeights | None = None) -> Tensor:
 
 def gradient(gate_up: Tensor, dy: Tensor, *, with_value: bool = False, weighted: RowWeights | None = None) -> Gradients:
     """The gradients for that of the value, dy [N, I]; all contiguous. A weight that no row has gets none: the result has no number there
-    that means anything."""
+    that means anything. Rows that are not live have gradients of zero, whatever their dy."""
     num_rows, _, width = gate_up.shape
     dgate_up, y, shares = torch.empty_like(gate_up), torch.empty_like(dy) if with_value else None, None
     if weighted is not None:
         shares = torch.empty(weighted.weights.numel(), triton.cdiv(width, COLUMNS), dtype=torch.float32, device=dy.device)
     if dy.numel():
-        _backward[_programs(num_rows, width)](gate_up, dy, dgate_up, y, *_of(weighted), shares, num_rows, WIDTH=width, ROWS=ROWS,
-                                              COLUMNS=COLUMNS)
+        _backward[_programs(num_rows, width)](
+            gate_up, dy, dgate_up, y, *_of(weighted), shares, num_rows, num_rows if weighted is None else weighted.num_live_slots,
+            WIDTH=width, ROWS=ROWS, COLUMNS=COLUMNS)
     return Gradients(dgate_up, y, None if shares is None else shares.sum(1).view(weighted.weights.shape))
 
 

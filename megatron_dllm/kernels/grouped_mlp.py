@@ -21,7 +21,8 @@ from torch import Tensor
 
 from . import gated_gelu
 from .grouped_gemm import OuterProducts, RowTiles, Tiling, add_weight_gradient, num_tiles, place_tiles, product, weight_gradient
-from .row_weights import RowWeights
+from .live_tiles import place_live_tiles
+from .row_weights import LiveRows, RowWeights
 
 Sink = Callable[[OuterProducts], None]
 
@@ -42,27 +43,31 @@ class Deferred:
 class _GroupedMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows: Tensor, gate_up: Tensor, down: Tensor, counts: Tensor, up_ticket: Tensor | None, down_ticket: Tensor | None,
-                up_sink: Sink | None, down_sink: Sink | None, weights: Tensor | None, slot: Tensor | None) -> Tensor:
+                up_sink: Sink | None, down_sink: Sink | None, weights: Tensor | None, slot: Tensor | None,
+                live: LiveRows | None) -> Tensor:
         tiles = place_tiles(counts, len(rows), ROWS_TILING.rows)
         hidden, keeps_rows = _to_hidden(rows, gate_up, tiles), ctx.needs_input_grad[1] or up_sink is not None
-        ctx.save_for_backward(rows if keeps_rows else None, gate_up, down, hidden, weights, slot)
-        ctx.tiles, ctx.sinks = tiles, (up_sink, down_sink)
+        ctx.save_for_backward(rows if keeps_rows else None, gate_up, down, hidden, weights, slot, counts)
+        ctx.tiles, ctx.sinks, ctx.live = tiles, (up_sink, down_sink), live
         return product(gated_gelu.value(hidden, _weighted(weights, slot)), down, tiles, ROWS_TILING)
 
     @staticmethod
     def backward(ctx, dy: Tensor):
-        rows, gate_up, down, hidden, weights, slot = ctx.saved_tensors
-        needs_rows, needs_up, needs_down, _, up_ticket, down_ticket, _, _, needs_weights, _ = ctx.needs_input_grad
+        rows, gate_up, down, hidden, weights, slot, counts = ctx.saved_tensors
+        needs_rows, needs_up, needs_down, _, up_ticket, down_ticket, _, _, needs_weights, *_ = ctx.needs_input_grad
         up_sink, down_sink = ctx.sinks
         dy = dy.contiguous() if dy.numel() else dy.new_zeros(dy.shape)  # an empty one counts as contiguous whatever its strides
-        dactivated = product(dy, down, ctx.tiles, ROWS_TILING, transposed=True)
-        grads = gated_gelu.gradient(hidden, dactivated, with_value=needs_down or down_sink is not None, weighted=_weighted(weights, slot))
+        # Weights' gradients are sums over all rows: what is not live has zeros in dy, and gets zeros from the gate.
+        tiles = ctx.tiles if ctx.live is None else place_live_tiles(counts, ctx.live.counts, ctx.tiles)
+        dactivated = product(dy, down, tiles, ROWS_TILING, transposed=True)
+        grads = gated_gelu.gradient(hidden, dactivated, with_value=needs_down or down_sink is not None,
+                                    weighted=_weighted(weights, slot, ctx.live))
         flat = grads.gate_up.flatten(1)
-        drows = product(flat, gate_up.flatten(1, 2), ctx.tiles, ROWS_TILING, transposed=True) if needs_rows else None
+        drows = product(flat, gate_up.flatten(1, 2), tiles, ROWS_TILING, transposed=True) if needs_rows else None
         dup = _weight_gradient(lambda: OuterProducts(flat, rows, ctx.tiles), needs_up, up_sink, gate_up)
         ddown = _weight_gradient(lambda: OuterProducts(dy, grads.value, ctx.tiles), needs_down, down_sink, down)
         tickets = (dy.new_empty(0) if is_used else None for is_used in (up_ticket, down_ticket))
-        return drows, dup, ddown, None, *tickets, None, None, grads.weights if needs_weights else None, None
+        return drows, dup, ddown, None, *tickets, None, None, grads.weights if needs_weights else None, None, None
 
 
 def _weight_gradient(part: Callable[[], OuterProducts], wanted: bool, sink: Sink | None, weight: Tensor) -> Tensor | None:
@@ -72,8 +77,8 @@ def _weight_gradient(part: Callable[[], OuterProducts], wanted: bool, sink: Sink
     return weight_gradient([part()], WEIGHTS_TILING).view(weight.shape) if wanted else None
 
 
-def _weighted(weights: Tensor | None, slot: Tensor | None) -> RowWeights | None:
-    return None if weights is None else RowWeights(weights, slot)
+def _weighted(weights: Tensor | None, slot: Tensor | None, live: LiveRows | None = None) -> RowWeights | None:
+    return None if weights is None else RowWeights(weights, slot, live)
 
 
 def _to_hidden(rows: Tensor, gate_up: Tensor, tiles: RowTiles) -> Tensor:
@@ -91,14 +96,15 @@ def grouped_mlp(rows: Tensor, gate_up: Tensor, down: Tensor, counts: Tensor, *, 
                  gradient (what is there is whatever was in that memory)
 
     A weight with `deferred` gets no gradient from autograd. `weighted`: each row of y is multiplied by its weight; every row then belongs
-    to an expert, and every weight to a row. Sizes H and I are multiples of 8.
+    to an expert, and every weight to a row. Where it says which rows are live, the gradient of y has to be zero in the others, and nothing
+    is written for them in that of `rows`. Sizes H and I are multiples of 8.
     """
     rows, counts = rows.contiguous(), counts.contiguous()
     inputs = rows, *(weight if way is None else weight.detach() for weight, way in ((gate_up, deferred_up), (down, deferred_down)))
     tickets, sinks = zip(*((None, None) if way is None else (way.ticket, way.sink) for way in (deferred_up, deferred_down)), strict=True)
     weights, slot = (None, None) if weighted is None else (weighted.weights.contiguous(), weighted.slot)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*inputs, *tickets, weights)):
-        return _GroupedMLP.apply(*inputs, counts, *tickets, *sinks, weights, slot)
+        return _GroupedMLP.apply(*inputs, counts, *tickets, *sinks, weights, slot, weighted and weighted.live)
     tiles = place_tiles(counts, len(rows), ROWS_TILING.rows)
     return product(gated_gelu.value(_to_hidden(rows, gate_up, tiles), _weighted(weights, slot)), down, tiles, ROWS_TILING)
 

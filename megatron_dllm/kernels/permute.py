@@ -69,8 +69,9 @@ def _launch(kernel, row: Tensor, width: int, *arguments, **constants) -> None:
 
 class _Permute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, row: Tensor, num_rows: int) -> Tensor:
+    def forward(ctx, x: Tensor, row: Tensor, num_rows: int, num_live: int | None) -> Tensor:
         ctx.save_for_backward(row)
+        ctx.num_live = len(row) if num_live is None else num_live
         rows = x.new_empty(num_rows, x.shape[1])
         _launch(_spread, row, x.shape[1], x.contiguous(), row, rows, num_rows)
         return rows
@@ -80,8 +81,9 @@ class _Permute(torch.autograd.Function):
         row, = ctx.saved_tensors
         num_rows, width = drows.shape
         dx = drows.new_empty(len(row), width)
-        _launch(_gather, row, width, drows.contiguous(), None, row, dx, num_rows, HAS_WEIGHTS=False)
-        return dx, None, None
+        dx[ctx.num_live:].zero_()
+        _launch(_gather, row[:ctx.num_live], width, drows.contiguous(), None, row, dx, num_rows, HAS_WEIGHTS=False)
+        return dx, None, None, None
 
 
 class _Sum(torch.autograd.Function):
@@ -124,9 +126,10 @@ class _Unpermute(torch.autograd.Function):
         return drows, dweights, None
 
 
-def permute(x: Tensor, row: Tensor, num_rows: int) -> Tensor:
-    """rows [N, H] from x [T, H]: rows[row[t, c]] = x[t]. The gradient sums in fp32."""
-    return _Permute.apply(x, row.contiguous(), num_rows)
+def permute(x: Tensor, row: Tensor, num_rows: int, num_live: int | None = None) -> Tensor:
+    """rows [N, H] from x [T, H]: rows[row[t, c]] = x[t]. The gradient sums in fp32; that of tokens from `num_live` on is zero, whatever
+    stands in their rows."""
+    return _Permute.apply(x, row.contiguous(), num_rows, num_live)
 
 
 def unpermute(rows: Tensor, weights: Tensor | None, row: Tensor) -> Tensor:

@@ -24,23 +24,24 @@ class RoutedTokens:
     """What routers know of the tokens of a pass, made once for all its layers. stream int64 [T]; share [T], at least fp32: 1 / (tokens that
     count in the step, over all ranks and microbatches), 0 for drafts and fill, which do not count. From these: one_hot [T, S] of the
     streams, in the dtype of `share`; num_tokens int64 [S]; totals [3]: 0, 0, and the sum of `share`, the losses of a layer without any
-    (RoutingFigures)."""
+    (RoutingFigures). num_live: only so many tokens, the first ones, may get a gradient that is not zero (None: all)."""
 
     stream: Tensor
     share: Tensor
     one_hot: Tensor
     num_tokens: Tensor
     totals: Tensor
+    num_live: int | None = None
 
     @classmethod
-    def of(cls, stream: Tensor, num_counted: int, dtype: torch.dtype) -> RoutedTokens:
+    def of(cls, stream: Tensor, num_counted: int, dtype: torch.dtype, num_live: int | None = None) -> RoutedTokens:
         """Of streams [T]; `num_counted` is that global number."""
-        return cls._of(stream, ((stream == CLEAN) | (stream == CANVAS)).to(dtype) / num_counted)
+        return cls._of(stream, ((stream == CLEAN) | (stream == CANVAS)).to(dtype) / num_counted, num_live)
 
     @classmethod
-    def _of(cls, stream: Tensor, share: Tensor) -> RoutedTokens:
+    def _of(cls, stream: Tensor, share: Tensor, num_live: int | None = None) -> RoutedTokens:
         of_stream = stream[:, None] == torch.arange(len(STREAMS), device=stream.device)
-        return cls(stream, share, of_stream.to(share.dtype), of_stream.sum(0), torch.nn.functional.pad(share.sum()[None], (2, 0)))
+        return cls(stream, share, of_stream.to(share.dtype), of_stream.sum(0), torch.nn.functional.pad(share.sum()[None], (2, 0)), num_live)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> RoutedTokens:
         """The tokens that the function takes out of a value a token [T]."""

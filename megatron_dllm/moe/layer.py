@@ -5,11 +5,13 @@ import torch
 from torch import Tensor, nn
 
 from ..config import ModelConfig
+from ..kernels.row_weights import LiveRows
 from ..parallel import ParallelContext
 from ..tensor_parallel.initialization import Init
 from .balance import BalanceLosses, RoutedTokens, RoutingFigures, RoutingMonitor, with_loss
 from .dispatchers.interface import Dispatcher, Trip
 from .experts import Experts
+from .permute import count_values
 from .replay import NOT_CHECKPOINTED, Call, Record
 from .router import Router, Routing
 
@@ -52,8 +54,16 @@ class MoELayer(nn.Module):
         if not call.is_recompute and (x.requires_grad or weights.requires_grad or self.experts.is_trained):
             call.record(Record.of(self.name, routing.indices, plan, fractions))
         trip = self.dispatcher.trip(plan, weights)
+        trip.live = self._live(routing.indices, tokens)
         trip.dispatch(x)
         return trip
+
+    def _live(self, indices: Tensor, tokens: RoutedTokens | None) -> LiveRows | None:
+        """Which rows have a gradient, where that spares the experts' kernels work: all experts are here."""
+        num_live, num_experts = None if tokens is None else tokens.num_live, len(self.router.weight)
+        if num_live is None or len(self.experts.gate_up) < num_experts or not (self.experts.takes_weights and torch.is_grad_enabled()):
+            return None
+        return LiveRows(num_live, count_values(indices[:num_live], num_experts))
 
     def _balanced(self, routing: Routing, tokens: RoutedTokens, fractions: Tensor | None, call: Call) -> Tensor:
         """The routing's weights with the balance losses tied to them; figures are noted once, in the forward."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.launch import WIDEST_ROW, takes
@@ -72,18 +73,19 @@ def _of_slots(x: Tensor, slot: Tensor, num_choices: int) -> Tensor:
 
 
 class _Permute(torch.autograd.Function):
-    """rows[n] = x[slot[n] // k]; backward: dx[t] = sum over choices of drows[row[t, c]]."""
+    """rows[n] = x[slot[n] // k]; backward: dx[t] = sum over choices of drows[row[t, c]], zero from `num_live` on."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, slot: Tensor, row: Tensor, is_partial: bool) -> Tensor:
+    def forward(ctx, x: Tensor, slot: Tensor, row: Tensor, is_partial: bool, num_live: int | None = None) -> Tensor:
         ctx.save_for_backward(row)
-        ctx.is_partial = is_partial
+        ctx.is_partial, ctx.num_live = is_partial, num_live
         return _of_slots(x, slot, row.shape[1])
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         row, = ctx.saved_tensors
-        return _taken(grad, row, ctx.is_partial).sum(1), None, None, None
+        dx = _taken(grad, row[:ctx.num_live], ctx.is_partial).sum(1)
+        return dx if ctx.num_live is None else F.pad(dx, (0, 0, 0, len(row) - len(dx))), None, None, None, None
 
 
 class _Sum(torch.autograd.Function):
@@ -155,13 +157,13 @@ class RowOrder:
         return _Reorder.apply(rows, self.inverse, self.order)
 
 
-def permute(x: Tensor, permutation: Permutation) -> Tensor:
-    """[N, H] in expert order from x [T, H]."""
+def permute(x: Tensor, permutation: Permutation, num_live: int | None = None) -> Tensor:
+    """[N, H] in expert order from x [T, H]. Only the first `num_live` tokens (None: all) get a gradient that is not zero."""
     if takes(x):
         from ..kernels import permute as kernel  # Triton is there with CUDA alone
 
-        return kernel.permute(x, permutation.row, len(permutation.slot))
-    return _Permute.apply(x, permutation.slot, permutation.row, permutation.is_partial)
+        return kernel.permute(x, permutation.row, len(permutation.slot), num_live)
+    return _Permute.apply(x, permutation.slot, permutation.row, permutation.is_partial, num_live)
 
 
 def unpermute(rows: Tensor, weights: Tensor | None, permutation: Permutation) -> Tensor:

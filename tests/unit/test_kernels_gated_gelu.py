@@ -62,6 +62,23 @@ def test_weighted_rows(num_rows, width, device):
         assert ours.shape == want.shape and (ours - want).abs().max() <= bound * want.abs().max()
 
 
+@DEVICES
+def test_rows_that_are_not_live_give_zero(device):
+    need_kernels(device)
+    from megatron_dllm.kernels import gated_gelu as kernel
+    from megatron_dllm.kernels.row_weights import LiveRows, RowWeights
+
+    (gate_up,), dy = arguments(18, 300, torch.bfloat16, device)
+    slot = torch.randperm(18, generator=torch.Generator().manual_seed(0)).to(device)
+    weights, dead = draw(9, 2, dtype=torch.float32, device=device, grad=False), slot >= 5 * 2
+    dy[dead] = 0
+    want = kernel.gradient(gate_up.detach(), dy, weighted=RowWeights(weights, slot))
+    dy[dead] = float("nan")
+    ours = kernel.gradient(gate_up.detach(), dy, weighted=RowWeights(weights, slot, LiveRows(5, slot)))
+    assert torch.equal(ours.gate_up, want.gate_up) and torch.equal(ours.weights, want.weights)
+    assert not ours.gate_up[dead].any() and not ours.weights[5:].any() and ours.weights[:5].all()
+
+
 def test_the_torch_path_equals_the_reference():
     inputs, dy = arguments(17, 30, torch.float64, "cpu")
     both = (outputs_and_gradients(function, inputs, dy) for function in (activations.gated_gelu, reference.gated_gelu))

@@ -53,6 +53,24 @@ def test_permute(num_tokens, choices, hidden, is_partial, dtype, device):
 
 
 @DEVICES
+@CASES
+def test_tokens_that_are_not_live_get_zero(num_tokens, choices, hidden, is_partial, device):
+    need_kernels(device)
+    num_tokens = as_many_as(num_tokens, device)
+    from megatron_dllm.kernels.permute import permute
+
+    permutation, num_live = permutation_of(num_tokens, choices, is_partial, device), num_tokens // 2
+    row, num_rows = permutation.row, len(permutation.slot)
+    x, drows = draw(num_tokens, hidden, dtype=torch.float32, device=device), draw(num_rows, hidden, dtype=torch.float32, device=device)
+    drows = drows.detach().masked_fill(permutation.slot[:, None] >= num_live * choices, float("nan"))
+    wanted, = torch.autograd.grad(permute(x, row, num_rows), x, drows.nan_to_num())
+    for function in (lambda x: permute(x, row, num_rows, num_live), lambda x: moe.permute(x, permutation, num_live)):
+        dx, = torch.autograd.grad(function(x), x, drows)
+        torch.testing.assert_close(dx, wanted)
+        assert not dx[num_live:].any()
+
+
+@DEVICES
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @CASES
 def test_unpermute(num_tokens, choices, hidden, is_partial, dtype, device):

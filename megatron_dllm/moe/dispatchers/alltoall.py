@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...kernels.row_weights import RowWeights
+from ...kernels.row_weights import LiveRows, RowWeights
 from ...parallel import Group, ParallelContext, communication, gather_sequence, scatter_sum_sequence
 from ..permute import Permutation, RowOrder, permute, sort_by_expert, unpermute
 from .interface import LAYOUT_EXCHANGE, check_tokens
@@ -72,12 +72,14 @@ class AllToAllTrip:
 
     def __init__(self, dispatcher: AllToAllDispatcher, plan: AllToAllPlan, weights: Tensor):
         self.etp, self.plan, self.weights = dispatcher.etp, plan, weights
+        self.live: LiveRows | None = None
         self.there_are_others = dispatcher.ep.size * dispatcher.etp.size > 1
         self.there = all_to_all(dispatcher.ep, plan.send, plan.receive)
         self.back = all_to_all(dispatcher.ep, plan.receive, plan.send)
 
     def dispatch(self, x: Tensor) -> None:
-        self.there.start(permute(x, self.plan.permutation))
+        live = None if self.there_are_others else self.live
+        self.there.start(permute(x, self.plan.permutation, live and live.num_tokens))
 
     def after_dispatch(self) -> tuple[Tensor, Tensor]:
         rows, = self.there.finish()
@@ -88,7 +90,7 @@ class AllToAllTrip:
         if self.there_are_others:
             return None
         weights, self.weights = self.weights, None
-        return RowWeights(weights, self.plan.permutation.slot)
+        return RowWeights(weights, self.plan.permutation.slot, self.live)
 
     def combine(self, rows: Tensor) -> None:
         arrived = rows if self.plan.order is None else self.plan.order.undo(rows)

@@ -20,13 +20,18 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from ...kernels.row_weights import RowWeights
+from ...kernels.row_weights import LiveRows, RowWeights
 
 LAYOUT_EXCHANGE = "layout_exchange"  # the kind under which the communication log counts what a replay spares
 
 
 class Trip(Protocol):
-    """One dispatch and its way back. Its phases are called once each, in the order of the module's docstring."""
+    """One dispatch and its way back. Its phases are called once each, in the order of the module's docstring.
+
+    live: our rows that alone have a gradient, if known; set before `dispatch`, and made use of where nothing goes to other ranks.
+    """
+
+    live: LiveRows | None
 
     def dispatch(self, x: Tensor) -> None:
         """Start sending x [T, H]."""
