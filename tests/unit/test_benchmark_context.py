@@ -41,7 +41,8 @@ def test_table_says_memory_by_token_of_a_rank():
     header, row = (line.split("  ") for line in table([RESULT]).splitlines())
     cells = dict(zip((cell.strip() for cell in header if cell.strip()), (cell.strip() for cell in row if cell.strip()), strict=True))
     assert (cells["tokens/s"], cells["KiB a token"]) == ("4,000", str(2 * 2**20 // 1000))
-    assert RESULT.falls() and not replace(RESULT, losses=RESULT.losses[::-1]).falls()
+    assert RESULT.falls and not replace(RESULT, losses=RESULT.losses[::-1]).falls
+    assert RESULT.ends == (9.0, 6.0) and replace(RESULT, losses=(3.0,)).ends == (3.0, 3.0)
     assert RESULT.is_finite and not replace(RESULT, losses=(1.0, float("nan"))).is_finite
 
 

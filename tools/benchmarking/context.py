@@ -46,7 +46,7 @@ from .workload import DeviceNormal, real_width, release_memory, toy_width
 
 SIX = ["sliding"] * 5 + ["full"]
 LEFT_OUT = 3  # steps at the start that are not timed: kernels are compiled and buffers allocated
-ENDS = 5  # steps at either end whose mean losses are compared
+ENDS = 5  # steps at either end whose mean losses are compared, at most half of all
 FURTHER_STEPS = 3
 PEAK_LR, WARMUP = 3e-4, 4
 
@@ -107,9 +107,15 @@ class Result:
     def is_finite(self) -> bool:
         return all(map(math.isfinite, self.losses))
 
+    @property
+    def ends(self) -> tuple[float, float]:
+        """Mean loss of the first steps and of the last."""
+        number = max(min(ENDS, len(self.losses) // 2), 1)
+        return statistics.mean(self.losses[:number]), statistics.mean(self.losses[-number:])
+
+    @property
     def falls(self) -> bool:
-        """Whether the mean loss of the last steps is below that of the first."""
-        return statistics.mean(self.losses[-ENDS:]) < statistics.mean(self.losses[:ENDS])
+        return self.ends[1] < self.ends[0]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -122,7 +128,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print every step, the table last; 1 if the loss is not finite or does not fall."""
+    """Print every step, the table so far after each length; 1 if the loss is not finite or does not fall."""
     ranks = launched()[1]
     parallel = ParallelConfig(context_parallel_size=ranks, use_distributed_optimizer=True)
     context = initialize(parallel, device="cpu" if arguments.toy else "cuda", timeout_minutes=2.0)
@@ -133,14 +139,15 @@ def run(arguments: argparse.Namespace) -> int:
         measure_attention(make_run(parallel, arguments.toy, length, 1), ["local"] if arguments.toy else list(IMPLS), context)
         return 0
     bench = Bench.build(make_run(parallel, arguments.toy, length, arguments.steps), context)
-    results = [bench.measure(length, arguments.steps)]
-    results += [bench.measure(further, FURTHER_STEPS) for further in arguments.further_lengths]
+    results = []
+    for each, steps in ((length, arguments.steps), *((further, FURTHER_STEPS) for further in arguments.further_lengths)):
+        results.append(bench.measure(each, steps))
+        if context.world.rank == 0:
+            print(table(results), flush=True)
     bench.optimizer.buckets.release()
-    if context.world.rank == 0:
-        print(table(results), flush=True)
     if ranks > 1:
         dist.destroy_process_group()
-    return int(not all(result.is_finite for result in results) or not results[0].falls())
+    return int(not all(result.is_finite for result in results) or not results[0].falls)
 
 
 def measure_attention(run: RunConfig, impls: Sequence[str], context: ParallelContext) -> None:
@@ -250,12 +257,11 @@ class Bench:
 def table(results: Sequence[Result]) -> str:
     """A row for each length."""
     lines = [("tokens", "ranks", "steps", "plan ms", "ms", "tokens/s", "state GiB", "peak GiB", "KiB a token", "contexts B a token",
-              "cp MiB", "gradients MiB", f"loss, first and last {ENDS}")]
+              "cp MiB", "gradients MiB", "loss, first to last")]
     for r in results:
         per_token = (r.peak_gib - r.state_gib) * 2**20 * r.ranks / r.seq_length
-        ends = (statistics.mean(part) for part in (r.losses[:ENDS], r.losses[-ENDS:]))
         lines.append((str(r.seq_length), str(r.ranks), str(len(r.losses)), f"{r.planning_ms:.0f}", f"{r.step_ms:.0f}",
                       f"{r.seq_length / r.step_ms * 1e3:,.0f}", f"{r.state_gib:.1f}", f"{r.peak_gib:.1f}", f"{per_token:.0f}",
-                      f"{r.context_bytes:.0f}", f"{r.cp_mib:.1f}", f"{r.gradient_mib:.1f}", " to ".join(f"{end:.3f}" for end in ends)))
+                      f"{r.context_bytes:.0f}", f"{r.cp_mib:.1f}", f"{r.gradient_mib:.1f}", " to ".join(f"{end:.3f}" for end in r.ends)))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)

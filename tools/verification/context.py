@@ -25,7 +25,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from benchmarking.exchanges import counted
-from benchmarking.workload import FIRST_TOKEN, DeviceNormal, Gradients, real_width, release_memory, toy_width
+from benchmarking.workload import FIRST_TOKEN, DeviceNormal, Gradients, calm, real_width, release_memory, toy_width
 from torch import Tensor
 
 from megatron_dllm.config import ModelConfig, ParallelConfig, RunConfig, TrainingConfig
@@ -34,7 +34,6 @@ from megatron_dllm.data.order import Row
 from megatron_dllm.diffusion.inputs import MicrobatchInputs, to_device
 from megatron_dllm.diffusion.random import Stream
 from megatron_dllm.models.diffusion_gemma.build import build_model
-from megatron_dllm.models.diffusion_gemma.model import DiffusionGemma
 from megatron_dllm.parallel import ParallelContext, initialize
 from megatron_dllm.parallel.launch import launched
 from megatron_dllm.training.batches import BatchMaker
@@ -146,7 +145,7 @@ class Suite:
                 for impl in impls:
                     shared = self.step(config, self.context.cp.size, impl)
                     yield from self.compared(f"{name}, {impl} cp{self.context.cp.size}", shared, alone, LOSS_LIMIT, LEAST_COSINE)
-                if not self.toy:
+                if config.num_experts > config.moe_router_topk and len(impls) > 1:
                     with mock.patch.object(core_attention, "takes_attention", lambda *inputs: False):
                         yield from self.compared(f"{name}, yardstick", self.step(config, 1, "local"), alone, math.inf, -1.0)
 
@@ -211,14 +210,6 @@ class Suite:
             losses.append(result.loss if result.is_finite else math.nan)
         optimizer.buckets.release()
         return losses, hidden
-
-
-@torch.no_grad()
-def calm(model: DiffusionGemma) -> None:
-    """Have each part of a layer add a tenth of the residual's size: otherwise random layers magnify what bf16 rounds."""
-    for block in model.layers.values():
-        for norm in (block.post_attention_layernorm, block.post_feedforward_layernorm):
-            norm.weight.mul_(0.1)
 
 
 def inputs_of(run: RunConfig, context: ParallelContext, rows: Rows, chosen: Sequence[int]) -> tuple[MicrobatchInputs, ...]:
