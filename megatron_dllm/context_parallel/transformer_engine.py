@@ -149,7 +149,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, cp: Group, *, comm_type
         window_size=None if window is None else (window - 1, 0), cp_group=cp.handle, cp_global_ranks=list(cp.ranks),
         cp_stream=_second_stream(query.device), cp_comm_type=comm_type)
     added = {} if causal else {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": bias[None, None]}
-    return module(query[None], key[None], value[None], **added).view(query.shape)
+    return module(*(x[None].contiguous() for x in (query, key, value)), **added).reshape(query.shape)
 
 
 @cache
