@@ -9,6 +9,8 @@ from torch import Tensor
 from .cross_entropy import _tanh
 
 COLUMNS = 4096  # 8 warps, 16 logits a thread
+# Of a program that reads a whole position: 8 warps; with few registers several share a processor, and what they wait for is on its way.
+READ_COLUMNS, READ_STAGES = 2048, 4
 
 
 @triton.jit
@@ -27,7 +29,8 @@ def _tempered(value, temperature, softcap, HAS_CAP: tl.constexpr):
 
 
 @triton.jit
-def _read(logits, uniforms, kept, sample, argmax, entropy, width, temperature, softcap, COLUMNS: tl.constexpr, HAS_CAP: tl.constexpr):
+def _read(logits, uniforms, kept, sample, argmax, entropy, width, temperature, softcap, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+          HAS_CAP: tl.constexpr):
     """temperature float64 []: read from memory, so that a recording serves every step."""
     position = tl.program_id(0)
     temperature = tl.load(temperature).to(tl.float32)
@@ -39,8 +42,7 @@ def _read(logits, uniforms, kept, sample, argmax, entropy, width, temperature, s
     first = tl.zeros((COLUMNS,), tl.int32)
     total = tl.zeros((COLUMNS,), tl.float32)
     spread = tl.zeros((COLUMNS,), tl.float32)
-    at = 0
-    while at < width:
+    for at in tl.range(0, width, COLUMNS, num_stages=STAGES):
         column = at + lanes
         inside = column < width
         value = _tempered(tl.load(logits + column, mask=inside, other=0.0), temperature, softcap, HAS_CAP)
@@ -56,7 +58,6 @@ def _read(logits, uniforms, kept, sample, argmax, entropy, width, temperature, s
         total = tl.where(above, small * total + 1, total + share * small)
         first = tl.where(above, column, first)
         largest = tl.where(above, value, largest)
-        at += COLUMNS
     overall = tl.max(largest, 0)
     best = tl.min(tl.where(largest == overall, first, 2147483647), 0)
     distance = tl.maximum(largest - overall, -1e4)  # lanes without a value
@@ -86,35 +87,34 @@ def _read(logits, uniforms, kept, sample, argmax, entropy, width, temperature, s
 
 
 @triton.jit
-def _softmax(logits, probabilities, width, COLUMNS: tl.constexpr):
+def _softmax(logits, probabilities, width, COLUMNS: tl.constexpr, STAGES: tl.constexpr):
     logits += tl.program_id(0).to(tl.int64) * width
     probabilities += tl.program_id(0).to(tl.int64) * width
     lanes = tl.arange(0, COLUMNS)
     largest, total = tl.full((COLUMNS,), -3e38, tl.float32), tl.zeros((COLUMNS,), tl.float32)
-    at = 0
-    while at < width:
+    for at in tl.range(0, width, COLUMNS, num_stages=STAGES):
         inside = at + lanes < width
         value = tl.load(logits + at + lanes, mask=inside, other=-3e38).to(tl.float32)
         now_largest = tl.maximum(largest, value)
         total = total * tl.exp(largest - now_largest) + tl.where(inside, tl.exp(value - now_largest), 0.0)
         largest = now_largest
-        at += COLUMNS
     overall = tl.max(largest, 0)
     factor = 1 / tl.sum(total * tl.exp(tl.maximum(largest - overall, -1e4)), 0)
     # Backwards: what was read last is still near.
-    at -= COLUMNS
-    while at >= 0:
+    last = (width - 1) // COLUMNS * COLUMNS
+    for back in tl.range(0, width, COLUMNS, num_stages=STAGES):
+        at = last - back
         inside = at + lanes < width
         value = tl.load(logits + at + lanes, mask=inside, other=0.0).to(tl.float32)
         tl.store(probabilities + at + lanes, (tl.exp(value - overall) * factor).to(probabilities.dtype.element_ty), mask=inside)
-        at -= COLUMNS
 
 
 def softmax(logits: Tensor, dtype: torch.dtype) -> Tensor:
     """softmax of each row of logits [N, V], computed in fp32, in `dtype`."""
     probabilities = torch.empty(logits.shape, dtype=dtype, device=logits.device)
     if len(logits):
-        _softmax[len(logits),](logits.contiguous(), probabilities, logits.shape[1], COLUMNS=COLUMNS, num_warps=8)
+        _softmax[len(logits),](logits.contiguous(), probabilities, logits.shape[1], COLUMNS=READ_COLUMNS, STAGES=READ_STAGES,
+                              num_warps=8)
     return probabilities
 
 
@@ -142,6 +142,6 @@ def read_product(product: Tensor, softcap: float | None, temperature: Tensor, un
     sample, argmax = (torch.empty(count, dtype=torch.int64, device=product.device) for _ in range(2))
     entropy = torch.empty(count, dtype=torch.float32, device=product.device)
     if count:
-        _read[count,](product, uniforms, kept, sample, argmax, entropy, width, temperature, softcap or 1.0, COLUMNS=COLUMNS,
-                      HAS_CAP=softcap is not None, num_warps=8)
+        _read[count,](product, uniforms, kept, sample, argmax, entropy, width, temperature, softcap or 1.0, COLUMNS=READ_COLUMNS,
+                      STAGES=READ_STAGES, HAS_CAP=softcap is not None, num_warps=8)
     return sample, argmax, entropy
