@@ -13,7 +13,7 @@ from torch import Tensor
 from . import attention_backward as backward_kernels
 from . import attention_wide as wide_kernels
 from .attention_forward import forward
-from .attention_tiles import LARGEST_HEAD_DIM, LEAST_HEAD_DIM, AttentionTiles
+from .attention_tiles import LARGEST_HEAD_DIM, LEAST_HEAD_DIM, AttentionTiles, num_slots
 from .launch import next_power_of_2, processors
 
 
@@ -103,8 +103,9 @@ def attention_forward(query: Tensor, key: Tensor, value: Tensor, tiles: Attentio
 def _wide_forward(query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, tiles: AttentionTiles, how: Shapes) -> None:
     """Fills out and lse with the probabilities of a chunk of tiles in memory at a time."""
     (num_rows, heads, head_dim), tile, group = query.shape, tiles.tile, query.shape[1] // key.shape[1]
-    p = torch.empty(tiles.num_slots, heads, tile, tile, dtype=query.dtype, device=query.device)
-    peaks, sums, scales = torch.empty(3, tiles.num_slots, heads, tile, dtype=torch.float32, device=query.device)
+    slots = num_slots(tiles.chunks)
+    p = torch.empty(slots, heads, tile, tile, dtype=query.dtype, device=query.device)
+    peaks, sums, scales = torch.empty(3, slots, heads, tile, dtype=torch.float32, device=query.device)
     shared = {"HEADS": heads, "GROUP": group, "DIM": head_dim, "TILE": tile, "PRECISION": _precision(query)}
     query_tiles, pack, part, mix = len(tiles.bounds) // tile, _pack(how.scores, group), how.scores, how.mix
     for chunk in tiles.chunks:
@@ -138,16 +139,17 @@ def attention_backward(dout: Tensor, query: Tensor, key: Tensor, value: Tensor, 
     dquery = torch.empty(query.shape, dtype=dtype, device=query.device)
     if num_rows > len(tiles.bounds):
         dquery[len(tiles.bounds):].zero_()
+    chunks = tiles.in_backward
     # Several chunks add up in fp32.
-    sums = dtype if len(tiles.chunks) == 1 else torch.float32
+    sums = dtype if len(chunks) == 1 else torch.float32
     dkey, dvalue = (torch.empty(x.shape, dtype=sums, device=x.device) for x in (key, value))
-    p, ds = torch.empty(2, tiles.num_slots, heads, tile, tile, dtype=query.dtype, device=query.device)
+    p, ds = torch.empty(2, num_slots(chunks), heads, tile, tile, dtype=query.dtype, device=query.device)
     shared = {"HEADS": heads, "GROUP": heads // groups, "DIM": head_dim, "TILE": tile, "PRECISION": _precision(query)}
-    query_tiles, key_tiles = len(tiles.bounds) // tile, len(tiles.chunks[0].by_key)
+    query_tiles, key_tiles = len(tiles.bounds) // tile, len(chunks[0].by_key)
     for gradient in (dkey, dvalue):
         if len(key) > key_tiles * tile:
             gradient[key_tiles * tile:].zero_()
-    for number, chunk in enumerate(tiles.chunks):
+    for number, chunk in enumerate(chunks):
         part, each, pack = how.probabilities, how.query_gradient, _pack(how.probabilities, heads // groups)
         backward_kernels.probabilities[(len(chunk.pairs) * (heads // pack),)](
             query, key, value, dout, lse, delta, tiles.bounds, chunk.pairs, p, ds, num_rows, len(key), *query.stride()[:2],

@@ -54,7 +54,8 @@ class AttentionTiles:
     bounds   int32 [query tiles * tile, 4]   zero after the last query
     rows     int32 [query tiles, 6]          full key tiles as two runs (first, how many; twice); first of `masked`, how many
     masked   int32 [n]                       key tiles that need the bounds
-    chunks   the same pairs for the backward
+    chunks   the same pairs for the backward, and for the forward of wide heads
+    live     for the backward where only some queries have a gradient: the pairs of these (None: all have)
     """
 
     bounds: Tensor
@@ -64,11 +65,17 @@ class AttentionTiles:
     num_queries: int
     num_keys: int
     tile: int
+    live: tuple[Chunk, ...] | None = None
 
     @property
-    def num_slots(self) -> int:
-        """Pairs that the backward holds at once."""
-        return max(len(chunk.pairs) for chunk in self.chunks)
+    def in_backward(self) -> tuple[Chunk, ...]:
+        """The chunks that the backward goes through."""
+        return self.chunks if self.live is None else self.live
+
+
+def num_slots(chunks: tuple[Chunk, ...]) -> int:
+    """Pairs that are held at once."""
+    return max(len(chunk.pairs) for chunk in chunks)
 
 
 def takes_attention(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -86,17 +93,23 @@ def suits_attention(head_dim: int, dtype: torch.dtype, device: torch.device) -> 
 
 
 def attention_tiles(bounds: np.ndarray, num_keys: int, device: torch.device, *, tile: int = TILE,
-                    pairs_at_once: int = PAIRS_AT_ONCE) -> AttentionTiles:
-    """The lists for queries with `bounds` int64 [Q, 4] over `num_keys` flat keys. Chunks hold `pairs_at_once` pairs, or one query tile."""
+                    pairs_at_once: int = PAIRS_AT_ONCE, num_live: int | None = None) -> AttentionTiles:
+    """The lists for queries with `bounds` int64 [Q, 4] over `num_keys` flat keys. Chunks hold `pairs_at_once` pairs, or one query tile.
+
+    Only the first `num_live` queries (None: all) have a gradient that is not zero.
+    """
     num_queries = len(bounds)
     query_tiles = -(-num_queries // tile)
     padded = np.zeros((query_tiles * tile, 4), np.int64)
     padded[:num_queries] = bounds
     touched, full = _visible_tiles(padded, num_keys, tile)
     rows, masked = _rows(touched, full)
+    chunks, live = _chunks(touched, full, pairs_at_once, device), None
+    if num_live is not None:
+        of_live = touched & (np.arange(query_tiles) < -(-num_live // tile))[:, None]
+        live = _chunks(of_live, full, pairs_at_once, device)
     return AttentionTiles(
-        _int32(padded, device), _int32(rows, device), _int32(_filled(masked, 0), device), _chunks(touched, full, pairs_at_once, device),
-        num_queries, num_keys, tile)
+        _int32(padded, device), _int32(rows, device), _int32(_filled(masked, 0), device), chunks, num_queries, num_keys, tile, live)
 
 
 def _visible_tiles(bounds: np.ndarray, num_keys: int, tile: int) -> tuple[np.ndarray, np.ndarray]:

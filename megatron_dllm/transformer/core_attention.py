@@ -75,18 +75,20 @@ class DeviceGroup:
     causal: bool
 
 
-def attention_plan(visibility: Visibility, window: int | None, device: torch.device, key_order: np.ndarray | None = None) -> AttentionPlan:
+def attention_plan(visibility: Visibility, window: int | None, device: torch.device, key_order: np.ndarray | None = None, *,
+                   num_live: int | None = None) -> AttentionPlan:
     """The plan of one layer type for one pass; made once, used by every layer of that type.
 
-    `key_order` int64 [num_clean_keys] says where the clean keys stand, if not in the visibility's own order.
+    `key_order` int64 [num_clean_keys] says where the clean keys stand, if not in the visibility's own order. Only
+    the first `num_live` queries (None: all) have a gradient that is not zero.
     """
     num_clean, num_keys = visibility.num_clean_keys, visibility.num_clean_keys + len(visibility.canvas_keys)
     in_order = key_order is None or np.array_equal(key_order, np.arange(num_clean))
     places = None if in_order else np.concatenate([key_order, np.arange(num_clean, num_keys)])
     seen = np.stack([visibility.first_key, visibility.past_key, visibility.canvas_id])
     return AttentionPlan(
-        attention_tiles(visibility.windowed(window).key_intervals(), num_keys, device), None if places is None else Rows.of(places, device),
-        torch.from_numpy(seen).to(device), torch.from_numpy(visibility.canvas_keys).to(device), num_clean, window)
+        attention_tiles(visibility.windowed(window).key_intervals(), num_keys, device, num_live=num_live),
+        None if places is None else Rows.of(places, device), torch.from_numpy(seen).to(device), torch.from_numpy(visibility.canvas_keys).to(device), num_clean, window)
 
 
 def _on_device(group: WorkGroup, device: torch.device) -> DeviceGroup:

@@ -129,7 +129,7 @@ def token_pass(config: ModelConfig, visibility: Mapping[str, Visibility], positi
     for kind in LAYER_TYPES:
         window = config.window_size if kind == "sliding" else None
         if shards is None:
-            plan = attention_plan(visibility[kind], window, device, None if key_order is None else key_order[kind])
+            plan = attention_plan(visibility[kind], window, device, None if key_order is None else key_order[kind], num_live=num_live)
         else:
             plan = sharded_plan(visibility[kind], window, shards[kind], device)
         layers[kind] = LayerPass(

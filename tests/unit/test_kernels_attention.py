@@ -114,6 +114,26 @@ def test_several_chunks(device):
 
 
 @DEVICES
+@pytest.mark.parametrize("num_live, pairs_at_once", [(48, 640), (48, 4), (0, 640)])
+def test_queries_without_gradient_are_left_out(num_live, pairs_at_once, device):
+    """Those of the first tiles have theirs, and all keys what these make of it."""
+    need_kernels(device)
+    from megatron_dllm.kernels.attention import attention
+
+    bounds, num_keys = laid_out("documents and canvases", device)
+    inputs, dy = inputs_of(bounds, num_keys, 2, 1, 16, torch.float32 if device == "cpu" else torch.bfloat16, device)
+    dy[num_live:] = 0
+    lists = {"tile": 16, "pairs_at_once": pairs_at_once}
+    whole, some = (attention_tiles(bounds.cpu().numpy(), num_keys, torch.device(device), num_live=n, **lists) for n in (None, num_live))
+    wanted = outputs_and_gradients(lambda *x: attention(*x, whole), inputs, dy)
+    dy[num_live:] = float("nan")
+    ours = outputs_and_gradients(lambda *x: attention(*x, some), inputs, dy)
+    assert torch.equal(ours[0], wanted[0]) and not ours[1][num_live:].any()
+    for got, want in zip(ours[1:], wanted[1:], strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5 if device == "cpu" else 2**-7, atol=1e-6 if device == "cpu" else 2**-7)
+
+
+@DEVICES
 def test_log_sum_exp_and_rows_of_fill(device):
     """Queries and keys after those of the lists count for nothing, whatever they hold."""
     need_kernels(device)
