@@ -88,7 +88,8 @@ def attention_plan(visibility: Visibility, window: int | None, device: torch.dev
     seen = np.stack([visibility.first_key, visibility.past_key, visibility.canvas_id])
     return AttentionPlan(
         attention_tiles(visibility.windowed(window).key_intervals(), num_keys, device, num_live=num_live),
-        None if places is None else Rows.of(places, device), torch.from_numpy(seen).to(device), torch.from_numpy(visibility.canvas_keys).to(device), num_clean, window)
+        None if places is None else Rows.of(places, device), torch.from_numpy(seen).to(device),
+        torch.from_numpy(visibility.canvas_keys).to(device), num_clean, window)
 
 
 def _on_device(group: WorkGroup, device: torch.device) -> DeviceGroup:
