@@ -97,8 +97,10 @@ class Launcher:
             self.servers[key] = Server(command.environment)
         try:
             self.servers[key].run(command, output, seconds)
-        except BaseException:
+        except BaseException as reason:
             self.servers.pop(key).close()
+            if not isinstance(reason, RunFailed) and output.is_file():  # such as a time limit: where it stood
+                print(f"stopped; its output ends with\n{output.read_text(errors='replace')[-2000:]}", file=sys.stderr, flush=True)
             raise
 
     def close(self) -> None:
