@@ -8,11 +8,10 @@ import torch
 
 from ..config import GenerationConfig
 from ..data.tokenizers import Tokenizer
-from ..diffusion.sampler import Denoiser, Observer
-from ..models.diffusion_gemma.inference import Session
+from ..diffusion.sampler import Observer
 from ..models.diffusion_gemma.loading import load_for_inference
 from ..models.diffusion_gemma.model import DiffusionGemma
-from ..models.diffusion_gemma.static_session import StaticDecoder, step_recorder
+from ..models.diffusion_gemma.static_session import session_maker
 from .completions import Completion, EndTokens, complete
 
 
@@ -41,10 +40,6 @@ class LoadedModel:
     def complete(self, prompts: Sequence[Sequence[int]], config: GenerationConfig, *, seed: int, batch_size: int,
                  observe: Callable[[int], Observer | None] | None = None) -> Iterator[Completion]:
         """See completions.complete."""
-        recorder = step_recorder(self.model)
-        decoder = None if recorder is None else StaticDecoder(self.model, recorder)
-
-        def session(rows: int) -> Denoiser:
-            return Session(self.model, rows) if decoder is None else decoder.session(rows, config.max_new_tokens)
-
-        return complete(session, prompts, config, self.ends, seed=seed, batch_size=batch_size, observe=observe)
+        session = session_maker(self.model)
+        return complete(lambda rows: session(rows, config.max_new_tokens), prompts, config, self.ends, seed=seed, batch_size=batch_size,
+                        observe=observe)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...diffusion.sampler import LogitsReading, read_product
+from ...diffusion.sampler import Denoiser, LogitsReading, read_product
 from ...kernels.attention_tiles import suits_attention
 from ...kernels.graphs import CudaRecorder, Recorder, Recording
 from ...moe.experts import looped_linear
@@ -22,10 +22,19 @@ from ...transformer.decode_stack import DecodeStack, suits_decode_stack
 from ...transformer.key_cache import KeyCache, slots_of
 from ...transformer.token_pass import LAYER_TYPES, TokenPass, token_pass
 from ...transformer.visibility import CLEAN, Visibility
+from .inference import Session
 from .model import DiffusionGemma
 
 CAPACITY_STEP = 1024  # tokens by which the cache of full layers grows
 ALIGNMENT = 128  # slots of a row are a multiple: the attention kernels' tile
+
+
+def session_maker(model: DiffusionGemma) -> Callable[[int, int], Denoiser]:
+    """What makes a fresh session of so many rows, with room for as many new tokens each: recorded ones where steps of the model can be."""
+    recorder = step_recorder(model)
+    if recorder is None:
+        return lambda num_rows, max_new_tokens: Session(model, num_rows)
+    return StaticDecoder(model, recorder).session
 
 
 def step_recorder(model: DiffusionGemma) -> CudaRecorder | None:
