@@ -1,7 +1,9 @@
 """mHC's mappings of a token's streams, forward and backward: the projection with the row's norm, then gates and Sinkhorn's rounds on chip.
 
 Legend: T tokens, n streams (STREAMS: n up to a power of two), O = n^2 + 2n outputs of the projection (PADDED: a power of two, at least
-16). The formulas, and the same in plain torch, are in transformer/hyper_connection.py.
+16). Matrices are [n, T, n], tokens between rows and columns: a warp then has whole matrices, and no sum of Sinkhorn's waits for another
+warp (with tokens first Triton deals the rows out to warps, which meet in every one of 40 rounds). The formulas, and the same in plain
+torch, are in transformer/hyper_connection.py.
 """
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from .launch import next_power_of_2
 from .rms_norm import sum_partials
 
 EPSILON = tl.constexpr(1e-6)  # beside the norm of x, and the least denominator of Sinkhorn's rounds
-ROWS, COLUMNS = 64, 64  # of a tile of the projection
+ROWS, COLUMNS, WARPS = 64, 64, 4  # of a tile of the projection
 # Programs along a row: 80 tiles of 5120 tokens alone do not fill the 132 processors of an H200.
 SPLITS = 8
 TOKENS = 8  # whose mappings a program of 4 warps makes: a matrix of 4 x 4 a token is a number a thread
@@ -79,7 +81,7 @@ def _sum_splits(partial, at, inside, num_rows, OUTPUTS: tl.constexpr, SPLITS: tl
 
 @triton.jit
 def _divide_rows(matrix):
-    """Each row [T, n, n] by its sum; then the clamped sums in the matrix's shape, and where they were not clamped."""
+    """Each row [n, T, n] by its sum; then the clamped sums in the matrix's shape, and where they were not clamped."""
     sums = tl.sum(matrix, 2)[:, :, None].broadcast_to(matrix.shape)
     clamped = tl.maximum(sums, EPSILON)
     return tl.div_rn(matrix, clamped), clamped, sums >= EPSILON
@@ -87,7 +89,7 @@ def _divide_rows(matrix):
 
 @triton.jit
 def _divide_columns(matrix):
-    sums = tl.sum(matrix, 1)[:, None, :].broadcast_to(matrix.shape)
+    sums = tl.sum(matrix, 0)[None, :, :].broadcast_to(matrix.shape)
     clamped = tl.maximum(sums, EPSILON)
     return tl.div_rn(matrix, clamped), clamped, sums >= EPSILON
 
@@ -112,7 +114,7 @@ def _mappings(partial, alpha, bias, projected, root, pre, post, res, num_rows, W
     OUTPUTS: tl.constexpr = n * n + 2 * n
     row, i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, STREAMS)
     in_rows, in_gate = row < num_rows, (row < num_rows)[:, None] & (i < n)[None, :]
-    in_matrix = in_gate[:, :, None] & (i < n)[None, None, :]
+    in_matrix, entry = (i < n)[:, None, None] & in_gate[None, :, :], i[:, None] * n + i[None, :]
     size = tl.sqrt_rn(tl.div_rn(_sum_splits(partial, row * (OUTPUTS + 1) + OUTPUTS, in_rows, num_rows, OUTPUTS, SPLITS),
                                 tl.full((ROWS,), WIDTH, tl.float32)))
     tl.store(root + row, size, mask=in_rows)
@@ -126,15 +128,14 @@ def _mappings(partial, alpha, bias, projected, root, pre, post, res, num_rows, W
             tl.store(pre + row[:, None] * n + i[None, :], _sigmoid(h), mask=in_gate)
         else:
             tl.store(post + row[:, None] * n + i[None, :], 2 * _sigmoid(h), mask=in_gate)
-    entry = i[:, None] * n + i[None, :]
-    product = _sum_splits(partial, row[:, None, None] * (OUTPUTS + 1) + 2 * n + entry[None, :, :], in_matrix, num_rows, OUTPUTS, SPLITS)
-    tl.store(projected + row[:, None, None] * OUTPUTS + 2 * n + entry[None, :, :], product, mask=in_matrix)
+    product = _sum_splits(partial, row[None, :, None] * (OUTPUTS + 1) + 2 * n + entry[:, None, :], in_matrix, num_rows, OUTPUTS, SPLITS)
+    tl.store(projected + row[None, :, None] * OUTPUTS + 2 * n + entry[:, None, :], product, mask=in_matrix)
     bound = tl.load(bias + 2 * n + entry, mask=(i < n)[:, None] & (i < n)[None, :], other=0.0)
-    matrix = _exponentials(inverse[:, None, None] * product * tl.load(alpha + 2) + bound[None, :, :], in_matrix)
+    matrix = _exponentials(inverse[None, :, None] * product * tl.load(alpha + 2) + bound[:, None, :], in_matrix)
     for _ in range(ITERATIONS):
         matrix, _sums, _free = _divide_rows(matrix)
         matrix, _sums, _free = _divide_columns(matrix)
-    tl.store(res + row[:, None, None] * n * n + entry[None, :, :], matrix, mask=in_matrix)
+    tl.store(res + row[None, :, None] * n * n + entry[:, None, :], matrix, mask=in_matrix)
 
 
 @triton.jit
@@ -150,7 +151,7 @@ def _backward_of_sinkhorn(start, grad, inside, ITERATIONS: tl.constexpr):
         matrix, sums, free = kept[2 * ITERATIONS - 1 - step]
         # Columns were divided last. A clamped sum is a constant.
         if step % 2 == 0:
-            along = tl.sum(grad * matrix, 1)[:, None, :].broadcast_to(grad.shape)
+            along = tl.sum(grad * matrix, 0)[None, :, :].broadcast_to(grad.shape)
         else:
             along = tl.sum(grad * matrix, 2)[:, :, None].broadcast_to(grad.shape)
         # Fill would grow without bound.
@@ -165,7 +166,7 @@ def _mappings_backward(projected, root, alpha, bias, dpre, dpost, dres, dproject
     OUTPUTS: tl.constexpr = n * n + 2 * n
     row, i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, STREAMS)
     in_rows, in_gate = row < num_rows, (row < num_rows)[:, None] & (i < n)[None, :]
-    in_matrix, stride = in_gate[:, :, None] & (i < n)[None, None, :], num_rows.to(tl.int64) * OUTPUTS
+    in_matrix, stride = (i < n)[:, None, None] & in_gate[None, :, :], num_rows.to(tl.int64) * OUTPUTS
     size = tl.load(root + row, mask=in_rows, other=0.0)
     inverse = tl.div_rn(tl.full((ROWS,), 1.0, tl.float32), size + EPSILON)
     dinverse, sums = tl.zeros((ROWS,), tl.float32), partial + tl.program_id(0) * (OUTPUTS + 3)
@@ -184,16 +185,16 @@ def _mappings_backward(projected, root, alpha, bias, dpre, dpost, dres, dproject
         tl.store(sums + OUTPUTS + gate, tl.sum(tl.sum(dh * product, 1) * inverse, 0))
     entry, factor = i[:, None] * n + i[None, :], tl.load(alpha + 2)
     inside = (i < n)[:, None] & (i < n)[None, :]
-    product = tl.load(projected + row[:, None, None] * OUTPUTS + 2 * n + entry[None, :, :], mask=in_matrix, other=0.0)
+    product = tl.load(projected + row[None, :, None] * OUTPUTS + 2 * n + entry[:, None, :], mask=in_matrix, other=0.0)
     bound = tl.load(bias + 2 * n + entry, mask=inside, other=0.0)
-    start = _exponentials(inverse[:, None, None] * product * factor + bound[None, :, :], in_matrix)
-    grad = tl.load(dres + row[:, None, None] * n * n + entry[None, :, :], mask=in_matrix, other=0.0)
+    start = _exponentials(inverse[None, :, None] * product * factor + bound[:, None, :], in_matrix)
+    grad = tl.load(dres + row[None, :, None] * n * n + entry[:, None, :], mask=in_matrix, other=0.0)
     dh = _backward_of_sinkhorn(start, grad, in_matrix, ITERATIONS) * start
-    at = row[:, None, None] * OUTPUTS + 2 * n + entry[None, :, :]
-    _store_pieces(dprojected, at, dh * factor * inverse[:, None, None], in_matrix, stride, PIECES)
-    along = tl.sum(tl.sum(dh * product, 2), 1)
+    at = row[None, :, None] * OUTPUTS + 2 * n + entry[:, None, :]
+    _store_pieces(dprojected, at, dh * factor * inverse[None, :, None], in_matrix, stride, PIECES)
+    along = tl.sum(tl.sum(dh * product, 2), 0)
     dinverse += along * factor
-    tl.store(sums + 2 * n + entry, tl.sum(dh, 0), mask=inside)
+    tl.store(sums + 2 * n + entry, tl.sum(dh, 1), mask=inside)
     tl.store(sums + OUTPUTS + 2, tl.sum(along * inverse, 0))
     # d r / d x = -r^2 x / (|x| sqrt(WIDTH)), and nothing where x is zero (rows of fill may be).
     divisor = tl.where(size > 0, size * WIDTH, 1.0)
@@ -211,7 +212,7 @@ def mappings(x: Tensor, weight: Tensor, alpha: Tensor, bias: Tensor, num_streams
         span = triton.cdiv(triton.cdiv(width, SPLITS), COLUMNS) * COLUMNS
         _project[(triton.cdiv(num_rows, ROWS), SPLITS)](
             x, weight, partial, num_rows, WIDTH=width, OUTPUTS=outputs, PADDED=max(16, next_power_of_2(outputs)), SPAN=span, ROWS=ROWS,
-            COLUMNS=COLUMNS, num_warps=4, num_stages=3)
+            COLUMNS=COLUMNS, num_warps=WARPS, num_stages=3)
         _mappings[(triton.cdiv(num_rows, TOKENS),)](
             partial, alpha, bias, projected, root, pre, post, res, num_rows, WIDTH=width, n=n, STREAMS=next_power_of_2(n),
             ITERATIONS=iterations, SPLITS=SPLITS, ROWS=TOKENS, num_warps=4)

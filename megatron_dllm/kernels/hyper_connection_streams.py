@@ -15,11 +15,11 @@ from .launch import next_power_of_2
 COLUMNS = 1024  # of each stream that a program of 4 warps holds: 8 numbers a thread, 16 bytes of bf16
 # Where n^2 + n sums are made besides, a program is one warp, whose lanes have 8 neighbouring numbers each, 16 bytes of bf16: no warp waits
 # for another, and many fit a processor.
-LANES, NUMBERS = 32, 8
-# Of `_read_backward`: tokens, columns of each stream, warps. Four programs of 126 registers fit a processor, each with 36 KB on the way.
+LANES, NUMBERS = 32, 8  # 87 registers a thread
+# Of `_read_backward`: tokens, columns of each stream, warps. Three programs of 164 registers fit a processor, each with 36 KB on the way.
 ROWS, TILE_COLUMNS, TILE_WARPS = 64, 32, 4
 # Of `_weight_gradient`: tokens and columns of a tile, and the programs that share the tokens: 264 for 4 x 2816 columns, two a processor.
-SUMMED_ROWS, PRODUCT_COLUMNS, SPLITS = 64, 128, 3
+SUMMED_ROWS, PRODUCT_COLUMNS, SPLITS, STAGES = 64, 128, 3, 3
 
 
 @triton.jit
@@ -58,10 +58,11 @@ def _read_products(x, du, dpre, HIDDEN: tl.constexpr, n: tl.constexpr, COLUMNS: 
 
 
 @triton.jit
-def _read_backward(x, weight, pre, dprojected, coefficient, du, through, dx, num_rows, HIDDEN: tl.constexpr, n: tl.constexpr,
-                   OUTPUTS: tl.constexpr, PADDED: tl.constexpr, PIECES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """dx = through + H_pre^T du + dprojected W - coefficient * x, of some columns of every stream; all that comes from memory is asked for
-    before the first product."""
+def _read_backward(x, weight, pre, res, scale, dprojected, coefficient, du, grad, dx, num_rows, HIDDEN: tl.constexpr, n: tl.constexpr,
+                   OUTPUTS: tl.constexpr, PADDED: tl.constexpr, PIECES: tl.constexpr, HAS_SCALE: tl.constexpr, ROWS: tl.constexpr,
+                   COLUMNS: tl.constexpr):
+    """dx = H_res^T grad * scale + H_pre^T du + dprojected W - coefficient * x, of some columns of every stream; all that comes from memory
+    is asked for before the first product."""
     column, output = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, PADDED)
     row = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside, in_rows = column < HIDDEN, row < num_rows
@@ -69,9 +70,11 @@ def _read_backward(x, weight, pre, dprojected, coefficient, du, through, dx, num
     streams, above = (), ()
     for i in tl.static_range(n):
         streams = streams + (tl.load(x + at + i * HIDDEN, mask=here, other=0.0),)
-        above = above + (tl.load(through + at + i * HIDDEN, mask=here, other=0.0),)
+        above = above + (tl.load(grad + at + i * HIDDEN, mask=here, other=0.0),)
     incoming = tl.load(du + row[:, None] * HIDDEN + column[None, :], mask=here, other=0.0).to(tl.float32)
-    own = tl.load(coefficient + row, mask=in_rows, other=0.0)[:, None]
+    own, factor_of_row = tl.load(coefficient + row, mask=in_rows, other=0.0)[:, None], 1.0
+    if HAS_SCALE:
+        factor_of_row = tl.load(scale + row, mask=in_rows, other=0.0).to(tl.float32)[:, None]
     in_grad, at_grad = in_rows[:, None] & (output < OUTPUTS)[None, :], row[:, None] * OUTPUTS + output[None, :]
     high = tl.load(dprojected + at_grad, mask=in_grad, other=0.0)
     if PIECES > 1:
@@ -87,7 +90,9 @@ def _read_backward(x, weight, pre, dprojected, coefficient, du, through, dx, num
         else:
             out = tl.dot(high, factor, input_precision="tf32x3")
         gate = tl.load(pre + row * n + i, mask=in_rows, other=0.0)[:, None]
-        out += gate * incoming - own * streams[i].to(tl.float32) + above[i].to(tl.float32)
+        out += gate * incoming - own * streams[i].to(tl.float32)
+        for j in tl.static_range(n):
+            out += tl.load(res + (row * n + j) * n + i, mask=in_rows, other=0.0)[:, None] * factor_of_row * above[j].to(tl.float32)
         tl.store(dx + at + i * HIDDEN, out.to(dx.dtype.element_ty), mask=here)
 
 
@@ -134,18 +139,16 @@ def _merge(x, y, post, res, scale, new, HIDDEN: tl.constexpr, n: tl.constexpr, C
 
 
 @triton.jit
-def _merge_backward(x, y, post, res, scale, grad, dx, dy, dpost, dres, HIDDEN: tl.constexpr, n: tl.constexpr, LANES: tl.constexpr,
+def _merge_backward(x, y, post, scale, grad, dy, dpost, dres, HIDDEN: tl.constexpr, n: tl.constexpr, LANES: tl.constexpr,
                     NUMBERS: tl.constexpr, HAS_SCALE: tl.constexpr):
-    """dx = H_res^T g, dy = H_post g, dH_post = g y, dH_res = g x^T, with g = grad * scale. A lane has some neighbouring columns, and one
-    sum of each kind."""
-    row, mix, gates, dmix, dgates, factor = tl.program_id(0).to(tl.int64), (), (), (), (), 1.0
+    """dy = H_post g, dH_post = g y, dH_res = g x^T, with g = grad * scale. A lane has some neighbouring columns, and a sum of each kind."""
+    row, gates, dmix, dgates, factor = tl.program_id(0).to(tl.int64), (), (), (), 1.0
     if HAS_SCALE:
         factor = tl.load(scale + row).to(tl.float32)
     for i in tl.static_range(n):
         gates = gates + (tl.load(post + row * n + i) * factor,)
         dgates = dgates + (tl.zeros((LANES,), tl.float32),)
-        for j in tl.static_range(n):
-            mix = mix + (tl.load(res + (row * n + i) * n + j) * factor,)
+        for _ in tl.static_range(n):
             dmix = dmix + (tl.zeros((LANES,), tl.float32),)
     for start in range(0, HIDDEN, LANES * NUMBERS):
         column = start + tl.arange(0, LANES)[:, None] * NUMBERS + tl.arange(0, NUMBERS)[None, :]
@@ -158,18 +161,14 @@ def _merge_backward(x, y, post, res, scale, grad, dx, dy, dpost, dres, HIDDEN: t
         for i in tl.static_range(n):
             out += gates[i] * above[i]
             gate_sums = gate_sums + (dgates[i] + tl.sum(above[i] * written, 1),)
+            for j in tl.static_range(n):
+                mix_sums = mix_sums + (dmix[i * n + j] + tl.sum(above[i] * streams[j], 1),)
         tl.store(dy + row * HIDDEN + column, out.to(dy.dtype.element_ty), mask=inside)
-        for j in tl.static_range(n):
-            out = tl.zeros((LANES, NUMBERS), tl.float32)
-            for i in tl.static_range(n):
-                out += mix[i * n + j] * above[i]
-                mix_sums = mix_sums + (dmix[j * n + i] + tl.sum(above[i] * streams[j], 1),)  # by column, then row
-            tl.store(dx + (row * n + j) * HIDDEN + column, out.to(dx.dtype.element_ty), mask=inside)
         dgates, dmix = gate_sums, mix_sums
     for i in tl.static_range(n):
         tl.store(dpost + row * n + i, tl.sum(dgates[i], 0) * factor)
         for j in tl.static_range(n):
-            tl.store(dres + (row * n + i) * n + j, tl.sum(dmix[j * n + i], 0) * factor)
+            tl.store(dres + (row * n + i) * n + j, tl.sum(dmix[i * n + j], 0) * factor)
 
 
 def _columns(hidden: int, most: int) -> int:
@@ -196,21 +195,22 @@ def read_products(x: Tensor, du: Tensor) -> Tensor:
     return dpre
 
 
-def read_backward(x: Tensor, weight: Tensor, pre: Tensor, dprojected: Tensor, coefficient: Tensor, du: Tensor,
-                  through: Tensor) -> tuple[Tensor, Tensor]:
-    """dx [T, nC] in the dtype of x, with `through` [T, nC] added, and dweight [O, nC] fp32; dprojected is as `mappings_backward` has it."""
+def read_backward(x: Tensor, weight: Tensor, pre: Tensor, res: Tensor, scale: Tensor | None, dprojected: Tensor, coefficient: Tensor,
+                  du: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """dx [T, nC] in the dtype of x, from du [T, C] and the gradient [T, nC] of `merge`'s result, and dweight [O, nC] fp32; `dprojected` is
+    as `mappings_backward` has it."""
     (num_rows, width), n, outputs, pieces = x.shape, pre.shape[1], len(weight), len(dprojected)
     dx = torch.empty_like(x)
     if not num_rows:
         return dx, torch.zeros_like(weight)
     hidden, shared = width // n, {"OUTPUTS": outputs, "PADDED": max(16, next_power_of_2(outputs)), "PIECES": pieces}
     _read_backward[(triton.cdiv(hidden, TILE_COLUMNS), triton.cdiv(num_rows, ROWS))](
-        x, weight, pre, dprojected, coefficient, du, through, dx, num_rows, HIDDEN=hidden, n=n, ROWS=ROWS, COLUMNS=TILE_COLUMNS, **shared,
-        num_warps=TILE_WARPS)
+        x, weight, pre, res, scale, dprojected, coefficient, du, grad, dx, num_rows, HIDDEN=hidden, n=n, HAS_SCALE=scale is not None,
+        ROWS=ROWS, COLUMNS=TILE_COLUMNS, **shared, num_warps=TILE_WARPS)
     partial = torch.empty(SPLITS, outputs, width, dtype=torch.float32, device=x.device)
     _weight_gradient[(triton.cdiv(width, PRODUCT_COLUMNS), SPLITS)](
         x, dprojected, partial, num_rows, triton.cdiv(num_rows, SUMMED_ROWS * SPLITS), WIDTH=width, SPLITS=SPLITS, ROWS=SUMMED_ROWS,
-        COLUMNS=PRODUCT_COLUMNS, **shared, num_warps=4, num_stages=3)
+        COLUMNS=PRODUCT_COLUMNS, **shared, num_warps=4, num_stages=STAGES)
     return dx, partial.sum(0)
 
 
@@ -223,12 +223,11 @@ def merge(x: Tensor, y: Tensor, post: Tensor, res: Tensor, scale: Tensor | None)
     return new
 
 
-def merge_backward(x: Tensor, y: Tensor, post: Tensor, res: Tensor, scale: Tensor | None,
-                   grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dx and dy in their dtypes, dH_post [T, n] and dH_res [T, n, n] fp32, from the gradient [T, nC] of `merge`'s result."""
+def merge_backward(x: Tensor, y: Tensor, post: Tensor, scale: Tensor | None, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """dy in y's dtype, dH_post [T, n] and dH_res [T, n, n] fp32, from the gradient [T, nC] of `merge`'s result."""
     (num_rows, hidden), n = y.shape, post.shape[1]
-    dx, dy, dpost, dres = made = tuple(torch.empty_like(t) for t in (x, y, post, res))
+    dy, dpost, dres = made = torch.empty_like(y), torch.empty_like(post), post.new_empty(num_rows, n, n)
     if num_rows:
-        _merge_backward[(num_rows,)](x, y, post, res, scale, grad, dx, dy, dpost, dres, HIDDEN=hidden, n=n,
-                                     LANES=LANES, NUMBERS=NUMBERS, HAS_SCALE=scale is not None, num_warps=1)
+        _merge_backward[(num_rows,)](x, y, post, scale, grad, dy, dpost, dres, HIDDEN=hidden, n=n, LANES=LANES, NUMBERS=NUMBERS,
+                                     HAS_SCALE=scale is not None, num_warps=1)
     return made

@@ -107,12 +107,12 @@ class TransformerBlock(nn.Module):
         u, x, mix = self.attention_connection.read(x, chain)
         attended, kept = self.attention(self.input_layernorm(u), token_pass.layers[self.kind], earlier)
         x = self.attention_connection.write(x, self.post_attention_layernorm(attended), mix, chain)
-        h, x, mix = self.feed_forward_connection.read(x, chain)
+        h, x, mix = self.feed_forward_connection.read(x, chain, token_pass.per_stream(self.layer_scalars))
         router, eps = self.moe.router, self.input_layernorm.eps
         readers = self.pre_feedforward_layernorm.weight, self.pre_feedforward_layernorm_2.weight, router.scale
         parts = self._feed_forward(call, *before_feed_forward(h, readers, router.root, eps), token_pass)
         y = of_feed_forward(*parts, *self._feed_forward_norms(), eps)
-        return self.feed_forward_connection.write(x, y, mix, chain, token_pass.per_stream(self.layer_scalars)), kept
+        return self.feed_forward_connection.write(x, y, mix, chain), kept
 
     def _feed_forward(self, call: Call, for_mlp: Tensor, for_experts: Tensor, scaled: Tensor,
                       token_pass: TokenPass) -> tuple[Tensor, Tensor]:
@@ -132,9 +132,9 @@ class TransformerBlock(nn.Module):
         u, x, mix = self.attention_connection.read(x, chain)
         attended, kept = self.attention(self.input_layernorm(u), token_pass.layers[self.kind], earlier)
         x = self.attention_connection.write(x, self.post_attention_layernorm(attended), mix, chain)
-        h, x, mix = self.feed_forward_connection.read(x, chain)
+        h, x, mix = self.feed_forward_connection.read(x, chain, token_pass.per_stream(self.layer_scalars))
         y = self.post_feedforward_layernorm(self.feed_forward(call, h, token_pass))
-        return self.feed_forward_connection.write(x, y, mix, chain, token_pass.per_stream(self.layer_scalars)), kept
+        return self.feed_forward_connection.write(x, y, mix, chain), kept
 
     def _apart(self, call: Call, h: Tensor, token_pass: TokenPass) -> Tensor:
         """d + m."""

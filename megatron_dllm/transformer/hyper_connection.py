@@ -32,20 +32,21 @@ EPSILON = 1e-6  # beside the norm of x, and the least denominator of Sinkhorn's 
 
 @dataclass(frozen=True)
 class Mix:
-    """How the output of a part is written: post [T, n] and res [T, n, n], at least fp32."""
+    """How the output of a part is written: post [T, n] and res [T, n, n], at least fp32; `scale` [T, 1] or None, without gradient."""
 
     post: Tensor
     res: Tensor
+    scale: Tensor | None
 
 
 class PlainConnection:
     """One stream: a part reads x, and its output is added to x."""
 
-    def read(self, x: Tensor, chain: None) -> tuple[Tensor, Tensor, None]:
-        """What the part reads, and x."""
-        return x, x, None
+    def read(self, x: Tensor, chain: None, scale: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """What the part reads, x, and the scale of what `write` gives."""
+        return x, x, scale
 
-    def write(self, x: Tensor, y: Tensor, mix: None, chain: None, scale: Tensor | None = None) -> Tensor:
+    def write(self, x: Tensor, y: Tensor, scale: Tensor | None, chain: None) -> Tensor:
         """(x + y) * scale."""
         return x + y if scale is None else (x + y) * scale
 
@@ -72,18 +73,18 @@ class HyperConnection(nn.Module):
         self.alpha = parameter("alpha", (3,), Constant(config.mhc_init_gating_factor))
         self.bias = parameter("bias", (outputs,), Constant(0.0))
 
-    def read(self, x: Tensor, chain: StreamChain | None) -> tuple[Tensor, Tensor, Mix]:
-        """u = H_pre x [T, C]; x, for `write`; and the mix with which that puts the part's output back.
+    def read(self, x: Tensor, chain: StreamChain | None, scale: Tensor | None = None) -> tuple[Tensor, Tensor, Mix]:
+        """u = H_pre x [T, C]; x, for `write` alone; and the mix with which that puts the part's output back, times `scale`.
 
-        The gradient of that x comes back through the read, which adds it to its own: a sum of [T, nC] by itself would move 3 n C numbers
-        a token.
+        The gradient that comes back with that x is the one of what `write` gives: this read's backward multiplies it by H_res and adds it
+        to its own. Multiplied by the write's backward and added by itself it would move 4 n C numbers a token more.
         """
-        u, x, post, res = _Read.apply(x, self.weight, self.alpha, self.bias, self.num_streams, self.iterations, chain)
-        return u, x, Mix(post, res)
+        u, x, post, res = _Read.apply(x, self.weight, self.alpha, self.bias, self.num_streams, self.iterations, chain, scale)
+        return u, x, Mix(post, res, scale)
 
-    def write(self, x: Tensor, y: Tensor, mix: Mix, chain: StreamChain | None, scale: Tensor | None = None) -> Tensor:
-        """(H_res x + H_post^T y) * scale [T, nC] from y [T, C]; `scale` [T, 1], for all streams alike, has no gradient."""
-        return _Write.apply(x, y, mix.post, mix.res, scale, chain)
+    def write(self, x: Tensor, y: Tensor, mix: Mix, chain: StreamChain | None) -> Tensor:
+        """(H_res x + H_post^T y) * scale [T, nC], for the x that `read` gave and y [T, C]."""
+        return _Write.apply(x, y, mix.post, mix.res, mix.scale, chain)
 
 
 def expand_streams(x: Tensor, num_streams: int) -> Tensor:
@@ -139,9 +140,9 @@ class StreamChain:
             self._streams[0] = x.detach()
         return len(self._writes)
 
-    def add(self, y: Tensor, mix: Mix, scale: Tensor | None) -> None:
+    def add(self, y: Tensor, mix: Mix) -> None:
         """Remember how the newest streams are written. Detached: the chain belongs to the graph, and may not hold it."""
-        self._writes.append(StreamChain.Write(y.detach(), mix.post.detach(), mix.res.detach(), scale))
+        self._writes.append(StreamChain.Write(y.detach(), mix.post.detach(), mix.res.detach(), mix.scale))
 
     def streams(self, number: int) -> Tensor:
         """Streams `number`, computed again from those before; later ones are dropped."""
@@ -181,24 +182,25 @@ def mixed_in_torch(x: Tensor, y: Tensor, post: Tensor, res: Tensor, scale: Tenso
     return (new if scale is None else new * at_least_fp32(scale)).to(x.dtype)
 
 
-def mixed_backward(x: Tensor, y: Tensor, post: Tensor, res: Tensor, scale: Tensor | None,
-                   grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of x, y, post and res, from that of `mixed`'s result."""
+def mixed_backward(x: Tensor, y: Tensor, post: Tensor, scale: Tensor | None, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of y, post and res, from that of `mixed`'s result; that of x is part of `read_backward`."""
     if takes(x, y):
         from ..kernels import hyper_connection_streams as kernel
 
-        return kernel.merge_backward(x.contiguous(), y.contiguous(), post, res, scale, grad.contiguous())
-    return mixed_backward_in_torch(x, y, post, res, scale, grad)
+        return kernel.merge_backward(x.contiguous(), y.contiguous(), post, scale, grad.contiguous())
+    return mixed_backward_in_torch(x, y, post, scale, grad)
 
 
-def mixed_backward_in_torch(x: Tensor, y: Tensor, post: Tensor, res: Tensor, scale: Tensor | None,
-                            grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def mixed_backward_in_torch(x: Tensor, y: Tensor, post: Tensor, scale: Tensor | None, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """`mixed_backward` without kernels."""
-    grad = at_least_fp32(grad) if scale is None else at_least_fp32(grad) * at_least_fp32(scale)
-    grad, streams = grad.unflatten(1, (post.shape[1], -1)), at_least_fp32(x).unflatten(1, (post.shape[1], -1))
-    dx, dres = res.mT @ grad, grad @ streams.mT
+    grad, streams = _scaled_streams(grad, scale, post.shape[1]), at_least_fp32(x).unflatten(1, (post.shape[1], -1))
     dy, dpost = (post[:, :, None] * grad).sum(1), (grad @ at_least_fp32(y)[:, :, None]).squeeze(-1)
-    return dx.flatten(1).to(x.dtype), dy.to(y.dtype), dpost, dres
+    return dy.to(y.dtype), dpost, grad @ streams.mT
+
+
+def _scaled_streams(grad: Tensor, scale: Tensor | None, num_streams: int) -> Tensor:
+    """[T, n, C] of [T, nC], times the scale of each token, at least fp32."""
+    return (at_least_fp32(grad) if scale is None else at_least_fp32(grad) * at_least_fp32(scale)).unflatten(1, (num_streams, -1))
 
 
 @dataclass(frozen=True)
@@ -244,9 +246,10 @@ def read_in_torch(x: Tensor, weights: Weights) -> tuple[Tensor, Mapped]:
     return (pre[:, :, None] * wide.unflatten(1, (n, -1))).sum(1).to(x.dtype), Mapped(pre, post, res, projected, root)
 
 
-def read_backward(x: Tensor, weights: Weights, mapped: Mapped, du: Tensor, through: Tensor, dpost: Tensor,
+def read_backward(x: Tensor, weights: Weights, mapped: Mapped, du: Tensor, grad: Tensor, scale: Tensor | None, dpost: Tensor,
                   dres: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of x, weight, alpha and bias, from those of what `read` gives; `through` [T, nC] is added to that of x."""
+    """The gradients of x, weight, alpha and bias, from those of what `read` gives and from `grad` [T, nC], that of the streams which were
+    written to x with H_res and `scale`."""
     if takes(x, weights.weight):
         from ..kernels import hyper_connection_mappings, hyper_connection_streams
 
@@ -255,12 +258,12 @@ def read_backward(x: Tensor, weights: Weights, mapped: Mapped, du: Tensor, throu
             mapped.projected, mapped.root, weights.alpha, weights.bias, hyper_connection_streams.read_products(x, du), dpost.contiguous(),
             dres.contiguous(), x.shape[1], weights.iterations, x.dtype)
         dx, dweight = hyper_connection_streams.read_backward(
-            x, weights.weight, mapped.pre, dprojected, coefficient, du, through.contiguous())
+            x, weights.weight, mapped.pre, mapped.res, scale, dprojected, coefficient, du, grad.contiguous())
         return dx, dweight, dalpha, dbias
-    return read_backward_in_torch(x, weights, mapped, du, through, dpost, dres)
+    return read_backward_in_torch(x, weights, mapped, du, grad, scale, dpost, dres)
 
 
-def read_backward_in_torch(x: Tensor, weights: Weights, mapped: Mapped, du: Tensor, through: Tensor, dpost: Tensor,
+def read_backward_in_torch(x: Tensor, weights: Weights, mapped: Mapped, du: Tensor, grad: Tensor, scale: Tensor | None, dpost: Tensor,
                            dres: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`read_backward` without kernels."""
     wide, du = at_least_fp32(x), at_least_fp32(du)
@@ -270,6 +273,7 @@ def read_backward_in_torch(x: Tensor, weights: Weights, mapped: Mapped, du: Tens
         made = mappings(*leaves, weights.num_streams, weights.iterations)
     dpre = (wide.unflatten(1, (weights.num_streams, -1)) @ du[:, :, None]).squeeze(-1)
     dprojected, dinverse, dalpha, dbias = torch.autograd.grad(made, leaves, (dpre, dpost, dres))
+    through = (mapped.res.mT @ _scaled_streams(grad, scale, weights.num_streams)).flatten(1).to(x.dtype)
     dx = torch.addmm((mapped.pre[:, :, None] * du[:, None]).flatten(1) + through, dprojected, at_least_fp32(weights.weight))
     # d r / d x = -r^2 x / (|x| sqrt(nC)), and nothing where x is zero (rows of fill may be).
     size = mapped.root[:, None] * wide.shape[1]
@@ -278,38 +282,44 @@ def read_backward_in_torch(x: Tensor, weights: Weights, mapped: Mapped, du: Tens
 
 
 class _Read(torch.autograd.Function):
-    """u, x, H_post, H_res of x. Saved: x (or its place in a chain), x W^T, the norm and H_pre; the other mappings are computed again."""
+    """u, x, H_post, H_res of x. Saved: x (or its place in a chain), x W^T, the norm, H_pre and H_res, from which the rest is made again.
+
+    The gradient of the x that is given on is not its own, see HyperConnection.read.
+    """
 
     @staticmethod
-    def forward(ctx, x, weight, alpha, bias, num_streams, iterations, chain):
+    def forward(ctx, x, weight, alpha, bias, num_streams, iterations, chain, scale):
         u, mapped = read(x, Weights(weight, alpha, bias, num_streams, iterations))
         ctx.shape = (num_streams, iterations)
-        ctx.source = _Source.of(ctx, x, chain, mapped.pre, mapped.projected, mapped.root, weight, alpha, bias)
+        ctx.source = _Source.of(ctx, x, chain, mapped.pre, mapped.res, mapped.projected, mapped.root, scale, weight, alpha, bias)
         return u, x, mapped.post, mapped.res
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, du, through, dpost, dres):
-        x, pre, projected, root, *parameters = ctx.source.tensors(ctx)
-        mapped = Mapped(pre, None, None, projected, root)
-        return *read_backward(x, Weights(*parameters, *ctx.shape), mapped, du, through, dpost, dres), None, None, None
+    def backward(ctx, du, grad, dpost, dres):
+        x, pre, res, projected, root, scale, *parameters = ctx.source.tensors(ctx)
+        mapped = Mapped(pre, None, res, projected, root)
+        return *read_backward(x, Weights(*parameters, *ctx.shape), mapped, du, grad, scale, dpost, dres), None, None, None, None
 
 
 class _Write(torch.autograd.Function):
-    """The new streams of x and y. Saved: x (or its place in a chain), y and the mix."""
+    """The new streams of x and y. Saved: x (or its place in a chain), y, H_post and the scale.
+
+    Back with x goes the gradient of the new streams as it is, see HyperConnection.read.
+    """
 
     @staticmethod
     def forward(ctx, x, y, post, res, scale, chain):
-        ctx.source = _Source.of(ctx, x, chain, y, post, res, scale)
+        ctx.source = _Source.of(ctx, x, chain, y, post, scale)
         if chain is not None:
-            chain.add(y, Mix(post, res), scale)
+            chain.add(y, Mix(post, res, scale))
         return mixed(x, y, post, res, scale)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        x, y, post, res, scale = ctx.source.tensors(ctx)
-        return *mixed_backward(x, y, post, res, scale, grad), None, None
+        x, y, post, scale = ctx.source.tensors(ctx)
+        return grad, *mixed_backward(x, y, post, scale, grad), None, None
 
 
 @dataclass(frozen=True)

@@ -63,8 +63,8 @@ def formula(x, y, scale, module):
 def test_read_and_write_follow_the_formula(initial):
     module, x, y, scale = connection(initial), random(3, 15), random(3, 5, seed=1), random(3, 1, seed=2).detach()
     weights = random(3, 5, seed=3).detach(), random(3, 15, seed=4).detach()
-    u, same, mix = module.read(x, None)
-    found = u, module.write(same, y, mix, None, scale)
+    u, same, mix = module.read(x, None, scale)
+    found = u, module.write(same, y, mix, None)
     expected = formula(x, y, scale, module)
     leaves = [x, y, *module.parameters()]
     ours, theirs = (torch.autograd.grad(sum((a * b).sum() for a, b in zip(results, weights, strict=True)), leaves)

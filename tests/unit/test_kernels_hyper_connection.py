@@ -19,7 +19,8 @@ def draw(*shape, seed, dtype, device, scale=1.0):
 
 
 def read_inputs(shape, dtype, device):
-    """x, weights that are nowhere special, and gradients of u, x, H_post and H_res; a row of zeros among the tokens."""
+    """x, weights that are nowhere special, and what comes back: the gradients of u and of what is written, its scale, the gradients of
+    H_post and H_res; a row of zeros among the tokens."""
     tokens, n, hidden = shape
     outputs = n * n + 2 * n
     x = draw(tokens, n * hidden, seed=1, dtype=dtype, device=device)
@@ -28,8 +29,8 @@ def read_inputs(shape, dtype, device):
     weight = draw(outputs, n * hidden, seed=2, **at, scale=0.2)
     alpha, bias = torch.tensor([0.7, 1.3, 0.9], **at), draw(outputs, seed=3, **at)
     low = {"dtype": dtype, "device": device}
-    grads = (draw(tokens, hidden, seed=4, **low), draw(tokens, n * hidden, seed=7, **low), draw(tokens, n, seed=5, **at),
-             draw(tokens, n, n, seed=6, **at))
+    grads = (draw(tokens, hidden, seed=4, **low), draw(tokens, n * hidden, seed=7, **low), draw(tokens, 1, seed=8, **low),
+             draw(tokens, n, seed=5, **at), draw(tokens, n, n, seed=6, **at))
     return x, (weight, alpha, bias), grads
 
 
@@ -49,13 +50,14 @@ def doubled(tensors):
 
 @DEVICES
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_read(shape, dtype, device):
+@pytest.mark.parametrize("shape, scaled", [(shape, shape[0] != 65) for shape in SHAPES], ids=str)
+def test_read(shape, scaled, dtype, device):
     need_kernels(device)
     from megatron_dllm.kernels import hyper_connection_mappings, hyper_connection_streams
 
     n = shape[1]
     x, parameters, grads = read_inputs(shape, dtype, device)
+    grads = grads if scaled else (*grads[:2], None, *grads[3:])
     weights, wide = (plain.Weights(*p, n, ITERATIONS) for p in (parameters, doubled(parameters)))
     exact_u, exact = plain.read_in_torch(x.double(), wide)
     plain_u, theirs = plain.read_in_torch(x, weights)
@@ -65,9 +67,11 @@ def test_read(shape, dtype, device):
     expected = plain.read_backward_in_torch(x.double(), wide, exact, *doubled(grads))
     plainly = plain.read_backward_in_torch(x, weights, theirs, *grads)
     dprojected, coefficient, dalpha, dbias = hyper_connection_mappings.mappings_backward(
-        mapped.projected, mapped.root, *parameters[1:], hyper_connection_streams.read_products(x, grads[0]), *grads[2:], x.shape[1],
+        mapped.projected, mapped.root, *parameters[1:], hyper_connection_streams.read_products(x, grads[0]), *grads[3:], x.shape[1],
         ITERATIONS, dtype)
-    dx, dweight = hyper_connection_streams.read_backward(x, parameters[0], mapped.pre, dprojected, coefficient, *grads[:2])
+    du, grad, scale, *_ = grads
+    dx, dweight = hyper_connection_streams.read_backward(
+        x, parameters[0], mapped.pre, mapped.res, scale, dprojected, coefficient, du, grad)
     assert_close([dx, dweight, dalpha, dbias], plainly, expected)
 
 
@@ -86,8 +90,8 @@ def test_merge(shape, dtype, scaled, device):
     given = [x, y, *mix, draw(tokens, 1, seed=9, **at) if scaled else None]
     exact, theirs = plain.mixed_in_torch(*doubled(given)), plain.mixed_in_torch(*given)
     assert_close([kernel.merge(*given)], [theirs], [exact])
-    exact, theirs = plain.mixed_backward_in_torch(*doubled(given), grad.double()), plain.mixed_backward_in_torch(*given, grad)
-    assert_close(kernel.merge_backward(*given, grad), theirs, exact)
+    given = [x, y, mix[0], given[-1], grad]
+    assert_close(kernel.merge_backward(*given), plain.mixed_backward_in_torch(*given), plain.mixed_backward_in_torch(*doubled(given)))
 
 
 @DEVICES
@@ -99,8 +103,9 @@ def test_kernels_repeat_bit_for_bit(device):
         x, parameters, grads = read_inputs((70, 4, 24), torch.bfloat16, device)
         pre, post, res, projected, root = made = hyper_connection_mappings.mappings(x, *parameters, 4, ITERATIONS)
         found = hyper_connection_mappings.mappings_backward(
-            projected, root, *parameters[1:], hyper_connection_streams.read_products(x, grads[0]), *grads[2:], x.shape[1], ITERATIONS,
+            projected, root, *parameters[1:], hyper_connection_streams.read_products(x, grads[0]), *grads[3:], x.shape[1], ITERATIONS,
             x.dtype)
-        return *made, *found, *hyper_connection_streams.read_backward(x, parameters[0], pre, *found[:2], *grads[:2])
+        du, grad, scale, *_ = grads
+        return *made, *found, *hyper_connection_streams.read_backward(x, parameters[0], pre, res, scale, *found[:2], du, grad)
 
     assert all(torch.equal(a, b) for a, b in zip(once(), once(), strict=True))

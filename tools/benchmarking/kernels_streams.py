@@ -31,7 +31,7 @@ class _Data:
         self.x, self.y, self.scale = (normal(tokens, size, dtype=BF16) for size in (width, sizes.hidden, 1))
         self.parameters = (normal(outputs, width, scale=(2 / (outputs + width)) ** 0.5), torch.tensor([0.7, 1.3, 0.9], device=device),
                            normal(outputs))
-        self.du, self.through, self.grad = (normal(*shape, dtype=BF16) for shape in (self.y.shape, self.x.shape, self.x.shape))
+        self.du, self.grad = (normal(*shape, dtype=BF16) for shape in (self.y.shape, self.x.shape))
         self.dpost, self.dres = normal(tokens, n), normal(tokens, n, n)
 
     def in_float64(self) -> _Data:
@@ -47,13 +47,13 @@ class _Data:
 
 def _read(data: _Data, forward: Callable[..., Any], backward: Callable[..., Any] | None) -> tuple[Tensor, ...]:
     u, mapped = forward(data.x, data.weights)
-    gradients = () if backward is None else backward(data.x, data.weights, mapped, data.du, data.through, data.dpost, data.dres)
+    gradients = () if backward is None else backward(data.x, data.weights, mapped, data.du, data.grad, data.scale, data.dpost, data.dres)
     return u, *mapped[:3], *gradients
 
 
 def _write(data: _Data, mapped: streams.Mapped, forward: Callable[..., Any], backward: Callable[..., Any] | None) -> tuple[Tensor, ...]:
-    inputs = data.x, data.y, mapped.post, mapped.res, data.scale
-    return forward(*inputs), *(() if backward is None else backward(*inputs, data.grad))
+    written = forward(data.x, data.y, mapped.post, mapped.res, data.scale)
+    return written, *(() if backward is None else backward(data.x, data.y, mapped.post, data.scale, data.grad))
 
 
 def _kernels() -> dict[str, Callable[..., Any]]:
@@ -65,11 +65,12 @@ def _kernels() -> dict[str, Callable[..., Any]]:
         mapped = streams.Mapped(*mappings.mappings(x, w.weight, w.alpha, w.bias, w.num_streams, w.iterations))
         return kernel.aggregate(x, mapped.pre), mapped
 
-    def read_backward(x: Tensor, w: streams.Weights, mapped: streams.Mapped, du: Tensor, through: Tensor, dpost: Tensor, dres: Tensor):
+    def read_backward(x: Tensor, w: streams.Weights, mapped: streams.Mapped, du: Tensor, grad: Tensor, scale: Tensor, dpost: Tensor,
+                      dres: Tensor):
         dprojected, coefficient, dalpha, dbias = mappings.mappings_backward(
             mapped.projected, mapped.root, w.alpha, w.bias, kernel.read_products(x, du), dpost, dres, x.shape[1], w.iterations,
             x.dtype)
-        return *kernel.read_backward(x, w.weight, mapped.pre, dprojected, coefficient, du, through), dalpha, dbias
+        return *kernel.read_backward(x, w.weight, mapped.pre, mapped.res, scale, dprojected, coefficient, du, grad), dalpha, dbias
 
     return {"read": read, "read_backward": read_backward, "write": kernel.merge, "write_backward": kernel.merge_backward}
 
