@@ -62,7 +62,7 @@ def test_a_sample_has_a_probability(device):
 
 
 @DEVICES
-@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("size", SIZES[1::2], ids=str)
 @pytest.mark.parametrize("softcap", [None, 30.0])
 def test_read_product_is_reading_what_is_capped(device, size, softcap):
     """Of a product in bf16, into memory that was there before, at a temperature that the device alone knows."""
@@ -80,8 +80,8 @@ def test_read_product_is_reading_what_is_capped(device, size, softcap):
 
 
 @DEVICES
-@pytest.mark.parametrize("spread", [0.0, 1.0, 30.0])
-@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("spread", [0.0, 30.0])
+@pytest.mark.parametrize("size", SIZES[::2], ids=str)
 def test_softmax(device, size, spread):
     need_kernels(device)
     from megatron_dllm.kernels import sampling
