@@ -14,8 +14,8 @@ class ParallelConfig:
     sequence_parallel: bool = flag("Share the tokens between matrices over the tensor-parallel ranks as well.", False)
     context_parallel_size: int = flag("Ranks that share each sequence.", 1)
     cp_comm_type: Literal["p2p", "all_gather", "a2a"] = flag(
-        "How keys come to queries on other context-parallel ranks in full layers. p2p: they go round; all_gather: all go to all; "
-        "a2a: tokens are traded for heads.",
+        "How keys come to queries on other context-parallel ranks in full layers. p2p: rank after rank sends what is seen of its own; "
+        "all_gather: all go to all; a2a: tokens are traded for heads.",
         "p2p",
     )
     cp_comm_type_sliding: Literal["halo", "p2p", "all_gather", "a2a"] = flag(

@@ -23,9 +23,9 @@ from ..transformer.rows import Rows
 from ..transformer.visibility import CLEAN, Visibility
 from . import transformer_engine
 from .heads import HeadsPlan
-from .partial import partial_plan
+from .partial import PartialPlan, partial_plan
 from .replicated import ReplicatedPlan
-from .stationary import GatherPlan, HaloPlan, RingPlan
+from .stationary import GatherPlan, HaloPlan, Meeting, PairsPlan
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def sharded_plan(visibility: Visibility, window: int | None, shards: Shards, dev
     if sum(map(len, queries)) and shards.package:
         stationary = package_plan(visibility, window, shards)
     elif sum(map(len, queries)):
-        build = {"halo": halo_plan, "all_gather": gather_plan, "p2p": ring_plan, "a2a": heads_plan}[shards.comm_type]
+        build = {"halo": halo_plan, "all_gather": gather_plan, "p2p": pairs_plan, "a2a": heads_plan}[shards.comm_type]
         stationary = build(visibility, window, Stationary(shards.held, tuple(queries), tuple(keys), rank), device)
     if shards.package and sum(map(len, shards.canvas)):
         parts = [seen_by(seen, num_clean + own_canvas, held, canvas) for held, canvas in zip(shards.held, shards.canvas, strict=True)]
@@ -170,12 +170,20 @@ def gather_plan(visibility: Visibility, window: int | None, parts: Stationary, d
     return GatherPlan(counts_of(parts.held), Rows.of(order, device), partial_plan(own, device))
 
 
-def ring_plan(visibility: Visibility, window: int | None, parts: Stationary, device: torch.device) -> RingPlan:
-    """Every rank meets every other's keys in turn."""
-    seen, nothing = visibility.windowed(window), np.zeros(0, np.int64)
-    plans = [partial_plan(seen_by(seen, parts.queries[parts.rank], held, parts.canvas[other] if other == parts.rank else nothing), device)
-             for other, held in enumerate(parts.held)]
-    return RingPlan(counts_of(parts.held), tuple(plans))
+def pairs_plan(visibility: Visibility, window: int | None, parts: Stationary, device: torch.device) -> PairsPlan:
+    """Each rank gets from each other what its queries reach, in turn."""
+    seen, nothing, rank, ranks = visibility.windowed(window), np.zeros(0, np.int64), parts.rank, len(parts.held)
+    reached = [reached_keys(visibility, window, queries) for queries in parts.queries]
+
+    def over(held: np.ndarray, canvas: np.ndarray) -> PartialPlan:
+        return partial_plan(seen_by(seen, parts.queries[rank], held, canvas), device)
+
+    meetings = []
+    for distance in range(1, ranks):
+        send = np.flatnonzero(np.isin(parts.held[rank], reached[(rank + distance) % ranks]))
+        received = np.intersect1d(parts.held[(rank - distance) % ranks], reached[rank])
+        meetings.append(Meeting(Rows.of(send, device), len(send), len(received), over(received, nothing)))
+    return PairsPlan(len(parts.held[rank]), over(parts.held[rank], parts.canvas[rank]), tuple(meetings))
 
 
 def heads_plan(visibility: Visibility, window: int | None, parts: Stationary, device: torch.device) -> HeadsPlan:

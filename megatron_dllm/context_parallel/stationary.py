@@ -2,23 +2,25 @@
 
     HaloPlan     each rank sends another the keys that its windows reach, and no more; one all-to-all
     GatherPlan   all_gather: every rank gets all keys; their gradient is reduce-scattered
-    RingPlan     p2p: each rank's keys go round, attention to one rank's keys hides the transfer of the next; partial results are merged
+    PairsPlan    p2p: rank after rank gives the keys that ours reach, attention to them hides the transfer of the next; results are merged
 
 Own keys are [held clean keys ; own canvas keys]; canvas keys are on the rank of their queries and never sent.
 """
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..parallel import Group, all_to_all, gather_sequence
+from ..parallel.communication import Pending
 from ..transformer.core_attention import AttentionPlan, attend
 from ..transformer.precision import at_least_fp32
 from ..transformer.rows import Rows
 from .partial import PartialPlan, partial_attention, partial_gradients
-from .transfers import stacked, start_pass_on, unstacked
+from .transfers import stacked, start_shift, unstacked
 
 
 @dataclass(frozen=True)
@@ -82,30 +84,45 @@ class _Local(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class RingPlan:
-    """counts: by rank, its held keys. parts: by rank, own queries over the keys that it holds; for our own rank canvas keys after them."""
+class Meeting:
+    """What is done i ranks away: rank r sends those of its held keys that the queries of rank r + i reach, and gets such from rank r - i.
 
-    counts: tuple[int, ...]
-    parts: tuple[PartialPlan, ...]
+    partial: own queries over what is received, `num_received` keys.
+    """
+
+    send: Rows
+    num_sent: int
+    num_received: int
+    partial: PartialPlan
+
+
+@dataclass(frozen=True)
+class PairsPlan:
+    """own: own queries over [held ; canvas]; meetings: with the keys of the ranks 1, 2, ..., R - 1 before ours."""
+
+    num_held: int
+    own: PartialPlan
+    meetings: tuple[Meeting, ...]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, cp: Group) -> Tensor:
         """[Q, h, d] from own query [Q, h, d], key and value [K, g, d]."""
-        return _Ring.apply(query, key, value, self, cp)
+        return _Pairs.apply(query, key, value, self, cp)
 
 
-class _Ring(torch.autograd.Function):
-    """At step i this rank has the keys of rank r - i, and passes them on while it attends to them; so R - 1 passes forward.
+class _Pairs(torch.autograd.Function):
+    """Attention to one rank's keys hides the transfer of the next one's.
 
-    Backward: keys go round once more, and each rank's dk and dv (fp32 at least) follow them, a step behind, until they are home: R passes.
-    Saved: own q, k, v, merged out and lse.
+    Backward: the same keys come once more, and their dk and dv go straight home, in the keys' dtype, where they are added up in fp32 at
+    least. Saved: own q, k, v, merged out and lse.
     """
 
     @staticmethod
     def forward(ctx, query, key, value, plan, cp):
-        merged = None
-        for source, held in _round(key, value, plan, cp):
-            part = partial_attention(query, *unstacked(held), plan.parts[source])
-            merged = part if merged is None else merged.merge(part)
+        coming = _coming(key, value, plan, cp)
+        merged = partial_attention(query, key, value, plan.own)
+        for meeting, received in coming:
+            if meeting.num_received:
+                merged = merged.merge(partial_attention(query, *unstacked(received), meeting.partial))
         out = merged.out.to(query.dtype)
         ctx.plan, ctx.cp = plan, cp
         ctx.save_for_backward(query, key, value, out, merged.lse)
@@ -115,32 +132,49 @@ class _Ring(torch.autograd.Function):
     def backward(ctx, grad):
         query, key, value, out, lse = ctx.saved_tensors
         plan, cp = ctx.plan, ctx.cp
-        delta, dquery, num_held = (at_least_fp32(grad) * out).sum(-1), 0, plan.counts[cp.rank]
-        following = None
-        for source, held in _round(key, value, plan, cp):
-            found = partial_gradients(grad, query, *unstacked(held), lse, delta, plan.parts[source])
-            dquery = dquery + found.query
-            dheld = stacked(found.key, found.value)
-            if source == cp.rank:
-                dheld, dcanvas = dheld.tensor_split([num_held])
-            if following is not None:
-                dheld = dheld + following.wait()
-            # What comes next are the gradients of the keys that come next.
-            after = plan.counts[(source - 1) % cp.size]
-            following = start_pass_on(dheld, cp, (after, *dheld.shape[1:]))
-        dkey, dvalue = unstacked(torch.cat([following.wait(), dcanvas]))
+        delta = (at_least_fp32(grad) * out).sum(-1)
+        coming = _coming(key, value, plan, cp)
+        own = partial_gradients(grad, query, key, value, lse, delta, plan.own)
+        dquery, dkeys, home = own.query, stacked(own.key, own.value), None
+        for distance, (meeting, received) in enumerate(coming, start=1):
+            dreceived = torch.zeros_like(received)
+            if meeting.num_received:
+                found = partial_gradients(grad, query, *unstacked(received), lse, delta, meeting.partial)
+                dquery, dreceived = dquery + found.query, stacked(found.key, found.value).to(key.dtype)
+            if home is not None:
+                _add(dkeys, *home)
+            # Back the way that the keys came.
+            home = meeting, start_shift(dreceived, cp, -distance, (meeting.num_sent, *dreceived.shape[1:]))
+        _add(dkeys, *home)
+        dkey, dvalue = unstacked(dkeys)
         return dquery.to(query.dtype), dkey.to(key.dtype), dvalue.to(value.dtype), None, None
 
 
-def _round(key: Tensor, value: Tensor, plan: RingPlan, cp: Group):
-    """(rank, its keys and values [K, 2g, d]) from our own backwards; the next ones are under way while these are used."""
-    held = stacked(key, value)
-    passing = held[:plan.counts[cp.rank]]
-    for step in range(cp.size):
-        source = (cp.rank - step) % cp.size
-        if step == cp.size - 1:
-            yield source, held
-            return
-        pending = start_pass_on(passing, cp, (plan.counts[(source - 1) % cp.size], *held.shape[1:]))
-        yield source, held
-        held = passing = pending.wait()
+def _coming(key: Tensor, value: Tensor, plan: PairsPlan, cp: Group) -> Iterator[tuple[Meeting, Tensor]]:
+    """(meeting, keys and values [K, 2g, d] that come for it), one by one; the next ones are under way while these are used."""
+    held = stacked(key[:plan.num_held], value[:plan.num_held])
+
+    def start(distance: int) -> Pending:
+        meeting = plan.meetings[distance - 1]
+        return start_shift(meeting.send.take(held), cp, distance, (meeting.num_received, *held.shape[1:]))
+
+    pending = start(1)
+
+    def each() -> Iterator[tuple[Meeting, Tensor]]:
+        nonlocal pending
+        for distance, meeting in enumerate(plan.meetings, start=1):
+            received = pending.wait()
+            if distance < len(plan.meetings):
+                pending = start(distance + 1)
+            yield meeting, received
+
+    return each()
+
+
+def _add(total: Tensor, meeting: Meeting, pending: Pending) -> None:
+    """Adds what has come home to the rows of the held keys."""
+    gradient = pending.wait().to(total.dtype)
+    if isinstance(meeting.send.index, slice):
+        total[meeting.send.index] += gradient
+    else:
+        total.index_add_(0, meeting.send.index, gradient)

@@ -9,13 +9,14 @@ from ..parallel import Group
 from ..parallel.communication import Pending
 
 
-def start_pass_on(x: Tensor, group: Group, shape: tuple[int, ...]) -> Pending:
-    """Send `x` to the next rank of the ring, and receive from the one before a tensor of `shape`. Counted as "send", the bytes of `x`.
+def start_shift(x: Tensor, group: Group, distance: int, shape: tuple[int, ...]) -> Pending:
+    """Send `x` to the rank so many places after ours (in a circle), and receive from the one as far before us a tensor of `shape`. Counted
+    as "send", the bytes of `x`.
 
-    Every rank starts its passes in the same order, as two ranks match them by that order alone. Empty tensors are not sent.
+    Every rank starts its shifts in the same order, as two ranks match them by that order alone. Empty tensors are not sent.
     """
     x, received = x.contiguous(), x.new_empty(shape)
-    following, previous = (group.ranks[(group.rank + step) % group.size] for step in (1, -1))
+    following, previous = (group.ranks[(group.rank + step) % group.size] for step in (distance, -distance))
     operations = [dist.P2POp(dist.isend, x, following, group.handle)] if x.numel() else []
     operations += [dist.P2POp(dist.irecv, received, previous, group.handle)] if received.numel() else []
     sent = x.numel() * x.element_size()

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_dllm.context_parallel.transfers import start_pass_on
+from megatron_dllm.context_parallel.transfers import start_shift
 from megatron_dllm.parallel import Topology, communication, create_context
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
@@ -18,7 +18,7 @@ def sent_by_each(rank, size):
     cp = create_context(Topology(world=size, cp=size), rank=rank, device=torch.device("cpu"), sequence_parallel=False).cp
     x, found = torch.ones(6, dtype=torch.float32), []
     with counted(cp) as count:
-        start_pass_on(x, cp, (6,)).wait()
+        start_shift(x, cp, 1, (6,)).wait()
         counts = [4, 2] if rank == 0 else [2, 4]
         communication.exchange(x, counts, counts, cp)
         found.append(count())

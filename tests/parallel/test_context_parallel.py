@@ -258,4 +258,5 @@ def test_a_second_loop_sends_bytes_by_its_canvas(world):
         for (prompt, canvas), (first, second) in counted.items():
             print(f"prompt {prompt}, canvas {canvas}: {first} bytes in the first loop, {second} in the second")
         assert counted[112, 8][1] == counted[14, 8][1] > 0 and counted[14, 16][1] == 2 * counted[14, 8][1]
-        assert counted[112, 8][0] > 2 * counted[14, 8][0]
+        # Of the clean tokens too, of which a rank sends at least its early chunk.
+        assert counted[112, 8][0] > counted[14, 8][0]

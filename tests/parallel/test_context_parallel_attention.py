@@ -154,8 +154,8 @@ def test_traffic_figures_see_a_canvas_that_grows_with_the_sequence():
     assert [figure.holds for figure in figures] == [False, True]
 
 
-def ring_traffic(rank, size):
-    """(calls, bytes) of the passes of a forward, then with its backward."""
+def pairs_traffic(rank, size):
+    """(calls, bytes) of the shifts of a forward, then with its backward."""
     context = create_context(Topology(world=size, cp=size), rank=rank, device=CPU, sequence_parallel=False)
     visibility, shards = problem_of(Case(((40, None),), None, "p2p"), size, rank)
     plan = sharded_plan(visibility, None, shards, CPU)
@@ -167,9 +167,12 @@ def ring_traffic(rank, size):
     return forward, context.cp.log.total("send")
 
 
-def test_a_ring_passes_keys_as_often_as_documented(world):
-    keys = 10 * 4 * 8 * 2  # tokens, key and value heads, dimension, bytes
-    for forward, both in world.run(ring_traffic, 4):
-        assert forward == (3, 3 * keys)
-        # Once more round, and the gradients after them, in fp32, all the way home.
-        assert both == (3 + 3 + 4, 6 * keys + 4 * 2 * keys)
+def test_pairs_send_what_is_reached_and_no_more(world):
+    """Rank r has chunks r and 7 - r; the late one is seen by the ranks before it alone. A ring would send both on, three times."""
+    chunk = 5 * 4 * 8 * 2  # tokens, key and value heads, dimension, bytes
+    results = world.run(pairs_traffic, 4, size=4)
+    for rank, (forward, both) in enumerate(results):
+        assert forward == (3, (3 + rank) * chunk)
+        # The same once more, and home go the gradients of what has come: early chunks of three ranks, late ones of those after ours.
+        assert both == (3 + 3 + 3, (2 * (3 + rank) + 3 + 3 - rank) * chunk)
+    assert sum(both[1] for _, both in results) == 0.75 * 4 * 3 * 3 * 2 * chunk

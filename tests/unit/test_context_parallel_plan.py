@@ -89,14 +89,19 @@ def test_the_ranks_together_compute_exactly_the_mask(documents, window, comm_typ
     expected = visibility.windowed(window).dense().astype(int)
     num_clean, total = visibility.num_clean_keys, np.zeros_like(expected)
     everyone = shards_of(visibility, ranks, comm_type, whole=whole)
-    for rank, shards in enumerate(everyone):
-        plan = sharded_plan(visibility, window, shards, CPU)
+    plans = [sharded_plan(visibility, window, shards, CPU) for shards in everyone]
+    for rank, (shards, plan) in enumerate(zip(everyone, plans, strict=True)):
         canvas = num_clean + shards.canvas[rank]
         queries = np.concatenate([shards.clean[rank], canvas]) if whole else shards.clean[rank]
         seen_canvas = canvas if whole else canvas[:0]
         if comm_type == "p2p":
-            for other, part in enumerate(plan.stationary.parts):
-                total += mask_of_blocks(part, queries, shards.held[other], seen_canvas if other == rank else canvas[:0], expected.shape)
+            total += mask_of_blocks(plan.stationary.own, queries, shards.held[rank], seen_canvas, expected.shape)
+            for distance, meeting in enumerate(plan.stationary.meetings, start=1):
+                other = (rank - distance) % ranks
+                sending = plans[other].stationary.meetings[distance - 1]
+                received = shards.held[other][sending.send.index]
+                assert len(received) == sending.num_sent == meeting.num_received
+                total += mask_of_blocks(meeting.partial, queries, received, canvas[:0], expected.shape)
         else:
             total += mask_of_blocks(plan.stationary.partial, queries, np.arange(num_clean), seen_canvas, expected.shape)
         if not whole:
