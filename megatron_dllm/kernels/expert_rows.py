@@ -67,4 +67,4 @@ def expert_rows(indices: Tensor, num_experts: int, height: int) -> ExpertRows:
     _place[(num_experts,)](
         indices.contiguous(), row, token, table, number, starts, indices.numel(), CHOICES=choices, NUM_EXPERTS=num_experts,
         POWER=next_power_of_2(num_experts), CHUNK=CHUNK, HEIGHT=height, ENTRY=ENTRY, num_warps=8)
-    return ExpertRows(row.view(num_tokens, choices), token, RowTiles(table, number, starts, height))
+    return ExpertRows(row.view(num_tokens, choices), token, RowTiles(table, number, starts, starts[1:], height))

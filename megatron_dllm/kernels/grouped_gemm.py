@@ -47,11 +47,13 @@ class RowTiles:
         table   int32 [., 4]   expert, first row, rows of a tile
         number  int32 [1]      tiles in the table
         starts  int32 [E + 1]  first row of each expert
+        ends    int32 [E]      one past its last row
     """
 
     table: Tensor
     number: Tensor
     starts: Tensor
+    ends: Tensor
     height: int
 
 
@@ -113,8 +115,9 @@ def _product(x, weight, y, table, number, D: tl.constexpr, F: tl.constexpr, TRAN
 
 
 @triton.jit
-def _weight_gradient(dy, x, starts, more_dy, more_x, more_starts, grad, is_fresh, squares, NUM_EXPERTS: tl.constexpr, F: tl.constexpr,
-                     D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, FLATTEN: tl.constexpr):
+def _weight_gradient(dy, x, starts, ends, more_dy, more_x, more_starts, more_ends, grad, is_fresh, squares, NUM_EXPERTS: tl.constexpr,
+                     F: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+                     FLATTEN: tl.constexpr):
     """dy, x: ragged descriptors, which read zeros outside the expert's rows; more_: a second part, or None; grad [E, F, D]: a descriptor
     of half a tile; squares [tiles]: of each, the sum of grad's squares, or None.
 
@@ -128,13 +131,13 @@ def _weight_gradient(dy, x, starts, more_dy, more_x, more_starts, grad, is_fresh
         down, across = tile % TILES // ACROSS * ROWS, tile % ACROSS * COLUMNS
         total = tl.zeros((ROWS, COLUMNS), tl.float32)
         start = tl.load(starts + expert)
-        count = tl.load(starts + expert + 1) - start
+        count = tl.load(ends + expert) - start
         for at in range(0, count, DEPTH):
             left, right = load_ragged(dy, start, count, [at, down]), load_ragged(x, start, count, [at, across])
             total = tl.dot(left.T, right, total)
         if more_dy is not None:
             start = tl.load(more_starts + expert)
-            count = tl.load(more_starts + expert + 1) - start
+            count = tl.load(more_ends + expert) - start
             for at in range(0, count, DEPTH):
                 left, right = load_ragged(more_dy, start, count, [at, down]), load_ragged(more_x, start, count, [at, across])
                 total = tl.dot(left.T, right, total)
@@ -176,7 +179,7 @@ def place_tiles(counts: Tensor, num_rows: int, height: int) -> RowTiles:
     number, starts = table.new_empty(1), table.new_empty(num_experts + 1)
     _place_tiles[(len(table),)](counts, table, number, starts, NUM_EXPERTS=num_experts, POWER=next_power_of_2(num_experts),
                                  HEIGHT=height, ENTRY=ENTRY, num_warps=1)
-    return RowTiles(table, number, starts, height)
+    return RowTiles(table, number, starts, starts[1:], height)
 
 
 def product(x: Tensor, weight: Tensor, tiles: RowTiles, tiling: Tiling, *, transposed: bool = False) -> Tensor:
@@ -231,9 +234,9 @@ def _launch_weight_gradient(parts: Sequence[OuterProducts], tiling: Tiling, grad
     num_experts, width, depth = grad.shape
     rows = [argument for part in parts if len(part.x) for argument in (
         create_ragged_descriptor(part.dy, [tiling.depth, tiling.rows]), create_ragged_descriptor(part.x, [tiling.depth, tiling.columns]),
-        part.tiles.starts)]
+        part.tiles.starts, part.tiles.ends)]
     _weight_gradient[_programs(grad, tiling)](
-        *rows, *[None] * (6 - len(rows)), TensorDescriptor.from_tensor(grad, [1, tiling.rows, tiling.columns // 2]), is_fresh, squares,
+        *rows, *[None] * (8 - len(rows)), TensorDescriptor.from_tensor(grad, [1, tiling.rows, tiling.columns // 2]), is_fresh, squares,
         NUM_EXPERTS=num_experts, F=width, D=depth, ROWS=tiling.rows, COLUMNS=tiling.columns, DEPTH=tiling.depth,
         FLATTEN=tiling.flatten, num_warps=tiling.warps, num_stages=tiling.stages)
 

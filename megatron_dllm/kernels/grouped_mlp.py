@@ -57,15 +57,14 @@ class _GroupedMLP(torch.autograd.Function):
         needs_rows, needs_up, needs_down, _, up_ticket, down_ticket, _, _, needs_weights, *_ = ctx.needs_input_grad
         up_sink, down_sink = ctx.sinks
         dy = dy.contiguous() if dy.numel() else dy.new_zeros(dy.shape)  # an empty one counts as contiguous whatever its strides
-        # Weights' gradients are sums over all rows: what is not live has zeros in dy, and gets zeros from the gate.
         tiles = ctx.tiles if ctx.live is None else place_live_tiles(counts, ctx.live.counts, ctx.tiles)
         dactivated = product(dy, down, tiles, ROWS_TILING, transposed=True)
         grads = gated_gelu.gradient(hidden, dactivated, with_value=needs_down or down_sink is not None,
                                     weighted=_weighted(weights, slot, ctx.live))
         flat = grads.gate_up.flatten(1)
         drows = product(flat, gate_up.flatten(1, 2), tiles, ROWS_TILING, transposed=True) if needs_rows else None
-        dup = _weight_gradient(lambda: OuterProducts(flat, rows, ctx.tiles), needs_up, up_sink, gate_up)
-        ddown = _weight_gradient(lambda: OuterProducts(dy, grads.value, ctx.tiles), needs_down, down_sink, down)
+        dup = _weight_gradient(lambda: OuterProducts(flat, rows, tiles), needs_up, up_sink, gate_up)
+        ddown = _weight_gradient(lambda: OuterProducts(dy, grads.value, tiles), needs_down, down_sink, down)
         tickets = (dy.new_empty(0) if is_used else None for is_used in (up_ticket, down_ticket))
         return drows, dup, ddown, None, *tickets, None, None, grads.weights if needs_weights else None, None, None
 

@@ -81,7 +81,7 @@ def test_grouped_mlp_of_live_rows(live, device):
         return drows[is_live], *others
 
     for ours, want in zip(gradients(LiveRows(sum(live), torch.tensor(live, device=device))), gradients(None), strict=True):
-        assert torch.equal(ours, want)
+        torch.testing.assert_close(ours, want, rtol=2**-7, atol=2**-7 * float(want.abs().max()) if want.numel() else 0.0)
 
 
 @DEVICES
@@ -92,7 +92,7 @@ def test_place_live_tiles(device):
 
     counts = torch.tensor([3, 0, 5, 4], device=device)
     tiles = place_live_tiles(counts, torch.tensor([1, 0, 5, 0], device=device), place_tiles(counts, 20, 4))
-    assert tiles.number.item() == 3 and tiles.starts.tolist() == [0, 3, 3, 8, 12]
+    assert tiles.number.item() == 3 and tiles.starts.tolist() == [0, 3, 3, 8, 12] and tiles.ends.tolist() == [1, 3, 8, 8]
     assert tiles.table[:3, :3].tolist() == [[0, 0, 1], [2, 3, 4], [2, 7, 1]]
 
 
