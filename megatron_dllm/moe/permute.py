@@ -12,6 +12,8 @@ from torch import Tensor
 
 from ..kernels.launch import WIDEST_ROW, takes
 
+MOST_CHOICES = 65536  # for the kernel that sorts by counting; 128 programs then read 128 MB from the cache of the second level
+
 
 @dataclass(frozen=True)
 class Permutation:
@@ -26,6 +28,10 @@ class Permutation:
 
 def sort_by_expert(indices: Tensor, num_experts: int) -> Permutation:
     """The permutation of routing choices `indices` [T, k]."""
+    if _sorts_by_counting(indices):
+        from ..kernels.expert_order import expert_order  # Triton is there with CUDA alone
+
+        return Permutation(*expert_order(indices, num_experts))
     experts, slot = _short(indices.reshape(-1), num_experts).sort(stable=True)
     return Permutation(slot, _inverse(slot).view(indices.shape), _counts(experts, num_experts))
 
@@ -33,6 +39,10 @@ def sort_by_expert(indices: Tensor, num_experts: int) -> Permutation:
 def sort_by_local_expert(indices: Tensor, num_experts: int, num_rows: int) -> Permutation:
     """The same where some of the choices [T, k] are not of these experts: they are -1 and get no row. There are `num_rows` rows, at least
     as many as the others; those left over stand last and belong to no expert."""
+    if _sorts_by_counting(indices):
+        from ..kernels.expert_order import expert_order
+
+        return Permutation(*expert_order(indices, num_experts, num_rows), is_partial=True)
     flat = indices.reshape(-1)
     absent = flat < 0
     experts, slot = _short(torch.where(absent, num_experts, flat), num_experts).sort(stable=True)
@@ -45,6 +55,11 @@ def count_values(values: Tensor, size: int) -> Tensor:
     to the same in any order."""
     flat = values.reshape(-1)
     return flat.new_zeros(size).scatter_add_(0, flat, torch.ones_like(flat))
+
+
+def _sorts_by_counting(indices: Tensor) -> bool:
+    """Whether the kernel is meant for these: each of its programs reads them all, which for many takes longer than a sort."""
+    return indices.is_cuda and indices.numel() <= MOST_CHOICES
 
 
 def _short(experts: Tensor, num_experts: int) -> Tensor:
