@@ -23,6 +23,7 @@ from megatron_dllm.models.diffusion_gemma.model import DiffusionGemma
 from megatron_dllm.parallel import ParallelContext, communication
 from megatron_dllm.training.operations import TokenCounts, step_operations
 from megatron_dllm.training.throughput import peak_of
+from megatron_dllm.transformer.attention import SelfAttention
 from megatron_dllm.transformer.token_pass import SequenceSplit
 
 FIRST_TOKEN = 3  # below it stand pad, end and begin
@@ -62,21 +63,22 @@ class DeviceNormal:
 
 @torch.no_grad()
 def calm(model: nn.Module) -> None:
-    """Have each part of a layer add a tenth of the residual's size: with norms of 1, six random layers make of bf16's rounding, and of an
-    expert that it chooses otherwise, half a percent of the loss, between any two correct programs."""
+    """Have each part of a layer add a tenth of the residual's size, and attention's scores spread by one instead of by head_dim^0.5.
+
+    With norms of 1, six random layers make of bf16's rounding, and of an expert that it chooses otherwise, half a percent of the loss,
+    between any two correct programs.
+    """
     for block in model.layers.values():
         for norm in (block.post_attention_layernorm, block.post_feedforward_layernorm):
             norm.weight.mul_(0.1)
+        if isinstance(block.attention, SelfAttention):
+            block.attention.q_norm.weight.mul_(block.attention.head_dim ** -0.5)
 
 
 def calm_model(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> DiffusionGemma:
-    """A random model, each part of whose layers adds a tenth of the residual's size: with norms of 1, six random layers make of bf16's
-    rounding, and of an expert that it chooses otherwise, half a percent of the loss, as much between two peers as between them and ours."""
+    """A random model of one process, calm."""
     model = DiffusionGemma(config, context=ParallelContext.single(device), init=DeviceNormal(device), dtype=dtype)
-    with torch.no_grad():
-        for block in model.layers.values():
-            for norm in (block.post_attention_layernorm, block.post_feedforward_layernorm):
-                norm.weight.mul_(0.1)
+    calm(model)
     return model
 
 
