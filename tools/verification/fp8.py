@@ -12,6 +12,7 @@ import contextlib
 import io
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,8 +24,11 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from megatron_dllm.config import MoEConfig, TrainingConfig, format_problems, parse, validate
+from megatron_dllm.diffusion.inputs import MicrobatchInputs
+from megatron_dllm.kernels.graphs import CudaRecorder
 from megatron_dllm.moe.experts import Experts
 from megatron_dllm.parallel import ParallelContext
+from megatron_dllm.training.graphs import GraphedMicrobatches, MicrobatchResult, forward_backward_of
 from megatron_dllm.training.loop import Trainer
 from megatron_dllm.training.metrics_file import read_metrics
 from megatron_dllm.transformer_engine import install, load_engine
@@ -52,15 +56,22 @@ def run(arguments: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
         raise SystemExit("fp8 needs a CUDA device of sm_89 or later, and torch sees none")
     device = torch.device("cuda", torch.cuda.current_device())
+
+    def runs(kind: str, words: Sequence[str]) -> list[list[float]]:
+        found = []
+        for seed in range(1, arguments.seeds + 1):
+            started = time.monotonic()
+            found.append(losses_of(words, seed, arguments.steps, device))
+            print(f"{kind:16} seed {seed}: loss of step 1 {found[-1][0]:.4f}, of the last {LAST} {ending(found[-1]):.4f}; "
+                  f"{time.monotonic() - started:.1f} s", flush=True)
+        return found
+
     missed = 0
-    bf16 = [losses_of([], seed, arguments.steps, device) for seed in range(1, arguments.seeds + 1) if arguments.steps]
-    for recipe in arguments.fp8_recipe if arguments.steps else ():
-        words = [*ENGINE, "--fp8-format", arguments.fp8_format, "--fp8-recipe", recipe]
-        fp8 = [losses_of(words, seed, arguments.steps, device) for seed in range(1, arguments.seeds + 1)]
-        for seed, (plain, low) in enumerate(zip(bf16, fp8, strict=True), 1):
-            print(f"{recipe}, seed {seed}: loss of step 1, and of the last {LAST}: bf16 {plain[0]:.4f} {ending(plain):.4f}, "
-                  f"FP8 {low[0]:.4f} {ending(low):.4f}", flush=True)
-        missed += print_figures(f"fp8 {arguments.fp8_format} {recipe}", loss_figures(bf16, fp8))
+    if arguments.steps:
+        bf16 = runs("bf16", [])
+        for recipe in arguments.fp8_recipe:
+            fp8 = runs(f"FP8 {recipe}", [*ENGINE, "--fp8-format", arguments.fp8_format, "--fp8-recipe", recipe])
+            missed += print_figures(f"fp8 {arguments.fp8_format} {recipe}", loss_figures(bf16, fp8))
     if arguments.tokens:
         for line in (*time_table(arguments.tokens, arguments.fp8_format, device), *step_table(arguments.fp8_format, device)):
             print(line, flush=True)
@@ -96,12 +107,13 @@ def loss_figures(bf16: Sequence[Sequence[float]], fp8: Sequence[Sequence[float]]
 
 @dataclass(frozen=True)
 class Product:
-    """Something to time: `function` of `x`, with weights that ask for a gradient."""
+    """Something to time: `function` of `x`, with weights that ask for a gradient; what `waits` for the host cannot be recorded."""
 
     name: str
     x: Tensor
     weights: tuple[Tensor, ...]
     function: Callable[[Tensor], Tensor]
+    waits: bool = False
 
 
 def time_table(tokens: int, fp8_format: str, device: torch.device) -> list[str]:
@@ -113,39 +125,45 @@ def time_table(tokens: int, fp8_format: str, device: torch.device) -> list[str]:
         for product in products(tokens, training, device):
             rows.setdefault(product.name, {})[kind] = milliseconds(product)
         torch.cuda.empty_cache()
-    dense = [times for name, times in rows.items() if name != "experts"]
+    dense = [times for name, times in rows.items() if not name.startswith("experts")]
     rows["all but experts"] = {kind: sum(times[kind] for times in dense) for kind in kinds}
-    title = f"{tokens} tokens, forward and backward, ms (times as fast as ours)"
+    title = f"{tokens} tokens, forward and backward, ms on the device (times as fast)"
     return [f"{title:66}" + "".join(f"{kind:>24}" for kind in kinds), *(_line(name, times) for name, times in rows.items())]
-
-
-def step_table(fp8_format: str, device: torch.device) -> Iterator[str]:
-    """Forward and backward of 4 x 1024 tokens through six layers of the released widths, each row self-conditioned: a line each."""
-    config = real_width(["sliding"] * 5 + ["full"])
-    model, workload = calm_model(config, device, torch.bfloat16), synthetic(config, 4, 1024, device)
-
-    def step() -> float:
-        for parameter in model.parameters():
-            parameter.grad = None
-        total = model(workload.inputs).total
-        total.backward()
-        return total.item()
-
-    def line(kind: str) -> str:
-        timing = measure(step, device, warmup=3)
-        return f"{kind:66}{timing.median:12.1f} ms{timing.peak_gib:8.1f} GiB   loss {timing.value:.4f}"
-
-    yield line("6 layers, 4 x 1024, forward and backward: ours, bf16")
-    fp8 = TrainingConfig(fp8_format=fp8_format)
-    for kind, training, backend in (("bf16", TrainingConfig(), "local"), (f"FP8 {fp8_format} tensorwise", fp8, "local"),
-                                    (f"FP8 {fp8_format} tensorwise, experts too", fp8, "transformer_engine")):
-        install(model, load_engine(training, MoEConfig(moe_grouped_gemm_backend=backend), device))
-        yield line(f"  by Transformer Engine: {kind}")
 
 
 def _line(name: str, times: Mapping[str, float]) -> str:
     ours = times["ours, bf16"]
     return f"{name:66}" + "".join(f"{f'{time:.3f} ({ours / time:.2f})':>24}" for time in times.values())
+
+
+def step_table(fp8_format: str, device: torch.device) -> Iterator[str]:
+    """Forward and backward of 4 x 1024 tokens through six layers of the released widths, each row self-conditioned: a line each.
+
+    Replayed as CUDA graphs, since Transformer Engine's modules keep the host longer than the device; its experts cannot be recorded.
+    """
+    config = real_width(["sliding"] * 5 + ["full"])
+    model, workload = calm_model(config, device, torch.bfloat16), synthetic(config, 4, 1024, device)
+    run = forward_backward_of(model)
+
+    def from_none(inputs: MicrobatchInputs) -> MicrobatchResult:
+        for parameter in model.parameters():
+            parameter.grad = None
+        return run(inputs)
+
+    def line(kind: str, *, by_graph: bool) -> str:
+        graphs = GraphedMicrobatches(from_none, lambda notes: None, CudaRecorder(device), device=device, limit=int(by_graph))
+        timing = measure(lambda: graphs(workload.inputs).total.item(), device, warmup=3)
+        return (f"{kind:66}{timing.median:9.1f} ms{timing.peak_gib:8.1f} GiB   loss {timing.value:.4f}   "
+                f"{'a graph' if by_graph else 'launched by the host'}")
+
+    yield line("6 layers, 4 x 1024, forward and backward: ours, bf16", by_graph=True)
+    for kind, training in (("bf16", TrainingConfig()), (f"FP8 {fp8_format} tensorwise", TrainingConfig(fp8_format=fp8_format)),
+                           (f"FP8 {fp8_format} blockwise", TrainingConfig(fp8_format=fp8_format, fp8_recipe="blockwise"))):
+        install(model, load_engine(training, MoEConfig(), device))
+        yield line(f"  linear layers by Transformer Engine: {kind}", by_graph=True)
+    yield line("  the same", by_graph=False)
+    install(model, load_engine(training, MoEConfig(moe_grouped_gemm_backend="transformer_engine"), device))
+    yield line("  experts too", by_graph=False)
 
 
 def products(tokens: int, training: TrainingConfig | None, device: torch.device) -> Iterator[Product]:
@@ -168,7 +186,8 @@ def products(tokens: int, training: TrainingConfig | None, device: torch.device)
     chosen = torch.randint(model.num_experts, (tokens * model.moe_router_topk,), generator=torch.Generator().manual_seed(0))
     counts = torch.bincount(chosen, minlength=model.num_experts).to(device)
     rows = draw("x", (len(chosen), hidden), torch.bfloat16).requires_grad_()
-    yield Product("experts", rows, tuple(experts.parameters()), lambda x: experts(x, counts))
+    yield Product("experts (Transformer Engine's launched by the host)", rows, tuple(experts.parameters()), lambda x: experts(x, counts),
+                  waits=engine is not None)
 
 
 def _apply(product: Callable[[Tensor, Tensor], Tensor], weight: Tensor, x: Tensor) -> Tensor:
@@ -176,14 +195,20 @@ def _apply(product: Callable[[Tensor, Tensor], Tensor], weight: Tensor, x: Tenso
 
 
 def milliseconds(product: Product) -> float:
-    """The median of forward and backward."""
-    y = product.function(product.x)
-    grad = torch.randn_like(y)
+    """The median of forward and backward, by a CUDA graph where one can be made."""
+    grad = torch.randn_like(product.function(product.x))
+
+    def step() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(product.function(product.x), (product.x, *product.weights), grad)
+
+    recorder = CudaRecorder(product.x.device)
+    recorder.warm_up(step)
+    run = step if product.waits else recorder.record(step).replay
     times = []
     for repeat in range(REPEATS + 3):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        torch.autograd.grad(product.function(product.x), (product.x, *product.weights), grad)
+        run()
         end.record()
         torch.cuda.synchronize()
         if repeat >= 3:
