@@ -50,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     extent.add_argument("--full", action="store_true", help="The whole product of the factors.")
     parser.add_argument("--only", default="", metavar="TEXT", help="Layouts whose name has this text.")
     parser.add_argument("--layouts", nargs="+", default=[], metavar="NAME", help="Layouts of exactly these names.")
+    parser.add_argument("--at-most", type=int, default=None, metavar="N", help="Cases of each layout, the first ones; without it all.")
     parser.add_argument("--transformer-impl", choices=["local", "transformer_engine"], default="local",
                         help="What computes the layers, experts too; the one process that is compared with is local. In bf16 on CUDA.")
     parser.add_argument("--seed", type=int, default=1, help="Seed of weights, tokens and draws.")
@@ -78,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
     if any(layout.parallel.context_parallel_size > 1 for layout in chosen):
         missed += print_figures("canvas traffic", canvas_traffic.traffic_figures(canvas_traffic.measure(2)))
     cases = [outcome for outcome in outcomes if not outcome["fault"]]
-    expected, whole = (len(_cases(chosen, full)) for full in (arguments.full, True))
+    expected, whole = (len(_cases(chosen, *which)) for which in ((arguments.full, arguments.at_most), (True, None)))
     failed = sum(bool(outcome["missed"]) for outcome in cases) + expected - len(cases)
     found = [bool(outcome["missed"]) for outcome in outcomes if outcome["fault"]]
     blind = found.count(False)
@@ -112,8 +113,10 @@ def chosen_layouts(arguments: argparse.Namespace) -> list[Layout]:
     return [replace(layout, transformer_impl=arguments.transformer_impl) for layout in named]
 
 
-def _cases(layouts: Sequence[Layout], full: bool) -> list[Case]:
-    return product(layouts) if full else covering_array(product(layouts))
+def _cases(layouts: Sequence[Layout], full: bool, at_most: int | None) -> list[Case]:
+    """All cases, or those that cover every pair; of each layout the first so many."""
+    cases = product(layouts) if full else covering_array(product(layouts))
+    return [case for layout in layouts for case in [case for case in cases if case.layout == layout][:at_most]]
 
 
 def run_worlds(size: int, arguments: argparse.Namespace) -> list[dict]:
@@ -136,7 +139,8 @@ def start_world(size: int, arguments: argparse.Namespace, first: int) -> tuple[l
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size), "--standalone", "--", script, "layouts",
                    "--seed", str(arguments.seed), "--device", arguments.device, "--dtype", arguments.dtype, "--only", arguments.only,
                    "--transformer-impl", arguments.transformer_impl, "--results", str(results), "--part", str(first),
-                   "--full" if arguments.full else "--quick", *(["--layouts", *arguments.layouts] if arguments.layouts else [])]
+                   "--full" if arguments.full else "--quick", *(["--layouts", *arguments.layouts] if arguments.layouts else []),
+                   *([] if arguments.at_most is None else ["--at-most", str(arguments.at_most)])]
         status = subprocess.run(command, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"}).returncode
         if not results.is_file():
             print(f"MISSED the world of {size} processes ended with status {status} before its first case")
@@ -157,8 +161,7 @@ def run_in_world(arguments: argparse.Namespace) -> int:
     world, say = base.world, print if base.world.rank == 0 else lambda *_, **__: None
     layouts = chosen_layouts(arguments)
     # The array is chosen over all layouts, so that worlds of all sizes together are what one command runs.
-    cases = [case for case in _cases(layouts, arguments.full) if case.layout.processes == world.size]
-    cases.sort(key=lambda case: layouts.index(case.layout))
+    cases = [case for case in _cases(layouts, arguments.full, arguments.at_most) if case.layout.processes == world.size]
     if arguments.dtype == "bf16":
         cases = [case.for_bf16 for case in cases]
     planted = [(_first(cases, layout), fault) for fault, (layout, _) in FAULTS.items() if _first(cases, layout)]
