@@ -42,7 +42,7 @@ from megatron_dllm.training.optimizer import MasterOptimizer
 from megatron_dllm.training.step import train_step
 
 from .context_attention import IMPLS, attention_rows
-from .workload import DeviceNormal, real_width, release_memory, toy_width
+from .workload import DeviceNormal, calm, real_width, release_memory, toy_width
 
 SIX = ["sliding"] * 5 + ["full"]
 LEFT_OUT = 3  # steps at the start that are not timed: kernels are compiled and buffers allocated
@@ -183,6 +183,7 @@ class Bench:
     def build(cls, run: RunConfig, context: ParallelContext) -> Bench:
         """With random weights, equal on every rank."""
         model = build_model(run, context, init=DeviceNormal(context.device))
+        calm(model)
         model.train()
         return cls(run, context, model, MasterOptimizer(
             model, run.optimizer, context, distributed=run.parallel.use_distributed_optimizer))

@@ -3,8 +3,8 @@
 Usage: torchrun --nproc-per-node 2 tools/verify.py context [--toy] [--without-package]
 
     one step         six layers of the released widths, a document of 4096 random tokens, its canvas decoded twice: loss and gradient of
-                     ours with heads of 256 and 512, and of both with all heads of 256; with 128 experts of which a token has 8, and with
-                     8 of 8, where rounding decides nothing. Bytes are those that a rank sends for attention, counted in the calls
+                     ours with heads of 256 and 512, and of both with all heads of 256. Bytes are those that a rank sends for attention,
+                     counted in the calls
     unequal lengths  50 steps of two layers on pairs of documents from 257 to 4023 tokens: losses and gradients stay finite, though canvases
                      meet ranks of whose keys they see none
 
@@ -18,6 +18,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from unittest import mock
 
@@ -34,6 +35,7 @@ from megatron_dllm.data.order import Row
 from megatron_dllm.diffusion.inputs import MicrobatchInputs, to_device
 from megatron_dllm.diffusion.random import Stream
 from megatron_dllm.models.diffusion_gemma.build import build_model
+from megatron_dllm.models.diffusion_gemma.model import DiffusionGemma
 from megatron_dllm.parallel import ParallelContext, initialize
 from megatron_dllm.parallel.launch import launched
 from megatron_dllm.training.batches import BatchMaker
@@ -43,7 +45,7 @@ from megatron_dllm.transformer import core_attention
 
 from .table import Figure, print_figures
 
-SIX, TWO = ["sliding"] * 5 + ["full"], ["sliding", "full"]
+TWO = ["sliding", "full"]
 LOSS_LIMIT, LEAST_COSINE = 1e-3, 0.9999
 STEPS, LEARNING_RATE = 50, 1e-4
 # Prompt and response of the documents of unequal lengths; a response is filled up to whole canvases.
@@ -89,6 +91,7 @@ class Rows:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--toy", action="store_true", help="Toy widths in fp32, over CPU processes.")
     parser.add_argument("--without-package", action="store_true", help="Leave Transformer Engine out.")
+    parser.add_argument("--num-layers", type=int, default=6, help="Layers of the one step; the last is full.")
     parser.add_argument("--parts", nargs="+", choices=("step", "lengths"), default=["step", "lengths"], help="What to run.")
 
 
@@ -100,7 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     context = initialize(ParallelConfig(context_parallel_size=ranks), device="cpu" if arguments.toy else "cuda", timeout_minutes=2.0)
     impls = ["local"] if arguments.toy or arguments.without_package else ["local", "transformer_engine"]
-    suite = Suite(context, arguments.toy, impls)
+    suite = Suite(context, arguments.toy, impls, ["sliding"] * (arguments.num_layers - 1) + ["full"])
     figures = [*(suite.steps() if "step" in arguments.parts else ()), *(suite.unequal_lengths() if "lengths" in arguments.parts else ())]
     missed = print_figures("context", figures) if context.world.rank == 0 else 0
     dist.destroy_process_group()
@@ -118,12 +121,44 @@ class Step:
 
 
 @dataclass(frozen=True)
+class Stepped:
+    """A model, and what it takes to run a step of it."""
+
+    suite: Suite
+    config: ModelConfig
+    context: ParallelContext
+    model: DiffusionGemma
+    gradients: Gradients
+
+    def step(self, impl: str) -> Step:
+        """Forward and backward of one document, its canvas decoded twice."""
+        length = 256 if self.suite.toy else 4096
+        run = self.suite.run_of(self.config, self.context.cp.size, impl, seq_length=length, rows=1).with_values(self_conditioning_prob=1.0)
+        inputs = inputs_of(run, self.context, Rows(((length // 2, length - length // 2),), self.config.vocab_size), [0])
+        self.gradients.buckets.zero()
+        with counted(self.context.cp) as count:
+            loss = self.loss(inputs)
+            sent = count()
+        found = {name: bucket.gradient(number).clone()
+                 for bucket in self.gradients.buckets.buckets for number, name in enumerate(bucket.names)}
+        self.gradients.buckets.zero()
+        start = time.perf_counter()
+        self.loss(inputs)
+        return Step(loss, found, sent, (time.perf_counter() - start) * 1e3)
+
+    def loss(self, inputs: tuple[MicrobatchInputs, ...]) -> float:
+        """That of the step, once it is done."""
+        return forward_backward(self.model, self.gradients, inputs).total.item()
+
+
+@dataclass(frozen=True)
 class Suite:
-    """The two parts, over the ranks of `context`."""
+    """The two parts, over the ranks of `context`; the first has `layers`."""
 
     context: ParallelContext
     toy: bool
     impls: Sequence[str]
+    layers: Sequence[str]
 
     def run_of(self, config: ModelConfig, ranks: int, impl: str, *, seq_length: int, rows: int) -> RunConfig:
         """As flags would give it, with one microbatch of so many rows."""
@@ -134,20 +169,24 @@ class Suite:
         return run.with_values(train_iters=STEPS, seq_length=seq_length, global_batch_size=rows, micro_batch_size=rows)
 
     def steps(self) -> Iterator[Figure]:
-        """Of each model and each way, loss and gradient against one device."""
-        wide = (toy_width if self.toy else real_width)(SIX)
+        """Of heads as they are and all of one width, loss and gradient against one device."""
+        wide = (toy_width if self.toy else real_width)(self.layers)
         narrow = dataclasses.replace(wide, global_kv_channels=wide.kv_channels)
-        for experts in (wide.num_experts, wide.moe_router_topk):
-            for config, impls in ((wide, ["local"]), (narrow, self.impls)):
-                config = dataclasses.replace(config, num_experts=experts)
-                name = f"heads {config.kv_channels}/{config.global_kv_channels}, {experts} experts"
-                alone = self.step(config, 1, "local")
-                for impl in impls:
-                    shared = self.step(config, self.context.cp.size, impl)
-                    yield from self.compared(f"{name}, {impl} cp{self.context.cp.size}", shared, alone, LOSS_LIMIT, LEAST_COSINE)
-                if config.num_experts > config.moe_router_topk and len(impls) > 1:
+        for config, impls in ((wide, ["local"]), (narrow, self.impls)):
+            name = f"heads {config.kv_channels}/{config.global_kv_channels}"
+            with self.model(config, 1) as one:
+                alone = one.step("local")
+                if config is narrow:
                     with mock.patch.object(core_attention, "takes_attention", lambda *inputs: False):
-                        yield from self.compared(f"{name}, yardstick", self.step(config, 1, "local"), alone, math.inf, -1.0)
+                        again = one.step("local")
+                    yield from self.compared(f"{name}, yardstick", again, alone, math.inf, -1.0)
+                    del again
+            with self.model(config, self.context.cp.size) as shared:
+                for impl in impls:
+                    found = shared.step(impl)
+                    yield from self.compared(f"{name}, {impl} cp{self.context.cp.size}", found, alone, LOSS_LIMIT, LEAST_COSINE)
+                    del found
+            del alone
 
     def compared(self, name: str, found: Step, alone: Step, loss_limit: float, least_cosine: float) -> Iterator[Figure]:
         """The figures of one way; printed at once, too."""
@@ -159,26 +198,17 @@ class Suite:
             print(*(f"{figure.name}: {figure.value:.3g} ({figure.note})" for figure in figures), sep="\n", flush=True)
         yield from figures
 
-    def step(self, config: ModelConfig, ranks: int, impl: str) -> Step:
-        """Forward and backward of one document, on all ranks together or (1) on each by itself."""
+    @contextmanager
+    def model(self, config: ModelConfig, ranks: int) -> Iterator[Stepped]:
+        """A calm model over all ranks together or (1) on each by itself; its memory is given back."""
+        release_memory(self.context.device)
         context = self.context if ranks > 1 else ParallelContext.single(self.context.device)
-        length = 256 if self.toy else 4096
-        run = self.run_of(config, ranks, impl, seq_length=length, rows=1).with_values(self_conditioning_prob=1.0)
-        release_memory(context.device)
+        run = self.run_of(config, ranks, "local", seq_length=256 if self.toy else 4096, rows=1)
         model = build_model(run, context, init=DeviceNormal(context.device))
         calm(model)
         gradients = Gradients(model, context)
-        inputs = inputs_of(run, context, Rows(((length // 2, length - length // 2),), config.vocab_size), [0])
-        with counted(context.cp) as count:
-            loss = forward_backward(model, gradients, inputs).total.item()
-            sent = count()
-        found = {name: bucket.gradient(number).clone() for bucket in gradients.buckets.buckets for number, name in enumerate(bucket.names)}
-        gradients.buckets.zero()
-        start = time.perf_counter()
-        forward_backward(model, gradients, inputs).total.item()
-        ms = (time.perf_counter() - start) * 1e3
+        yield Stepped(self, config, context, model, gradients)
         gradients.buckets.release()
-        return Step(loss, found, sent, ms)
 
     def unequal_lengths(self) -> Iterator[Figure]:
         """Of each way: steps that are not finite, of 50; and that hidden blocks were among them."""
@@ -208,6 +238,8 @@ class Suite:
             hidden += sum(map(hidden_blocks, inputs))
             result = train_step(model, optimizer, inputs, LEARNING_RATE)
             losses.append(result.loss if result.is_finite else math.nan)
+            if self.context.world.rank == 0 and step % 10 == 9:
+                print(f"{impl}, unequal lengths, step {step + 1}: loss {losses[-1]:.4f}", flush=True)
         optimizer.buckets.release()
         return losses, hidden
 
