@@ -89,7 +89,7 @@ generate_data() {  # generate_data chat|text|passkey ARGUMENTS...: sets DATA to 
   "$PYTHON" "$root/examples/diffusion_gemma/synthetic_data.py" "$kind" "$DATA" "$@"
 }
 
-if [ "$SCALE" = full ] && [ "${MODEL:-}" = random ]; then generate_data chat 1000; fi
+if [ "$SCALE" = full ] && [ "${MODEL:-}" = random ]; then generate_data chat 700; fi
 
 with_random_weights() {  # with_random_weights WORDS...: leaves in `arguments` the words without those that name the model's files
   arguments=()
