@@ -8,16 +8,20 @@ from torch import Tensor
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
-from megatron_dllm.config import MoEConfig, TrainingConfig
+from megatron_dllm.config import MoEConfig, OptimizerConfig, TrainingConfig
 from megatron_dllm.diffusion.inputs import to_device
 from megatron_dllm.kernels import reference
 from megatron_dllm.moe.experts import looped_linear
 from megatron_dllm.parallel import ParallelContext
+from megatron_dllm.training.graphs import graphed
+from megatron_dllm.training.optimizer import MasterOptimizer
+from megatron_dllm.training.step import train_step
 from megatron_dllm.transformer.norms import rms_norm
 from megatron_dllm.transformer_engine import install, load_engine
 from megatron_dllm.transformer_engine.experts import grouped_product
 from megatron_dllm.transformer_engine.linear import EngineLinear
 from megatron_dllm.transformer_engine.norms import engine_rms_norm
+from tests.unit import test_training_graphs as of_graphs
 from tests.unit.toy import CONFIG, toy_inputs, toy_model, toy_plan
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]  # the package warns when it is imported
@@ -126,3 +130,27 @@ def test_a_model():
     own, found = (((g - exact).norm() / exact.norm()).item() for g in (gradient, low_gradient))
     print(f"loss {exact_loss:.5f}, bf16 {loss:.5f}, package {low_loss:.5f}; gradients off by {own:.1e}, package {found:.1e}")
     assert found <= 2 * own and abs(low_loss - exact_loss) <= 0.01 * exact_loss
+
+
+@pytest.mark.parametrize("recipe", [None, "tensorwise", "blockwise"])
+def test_cuda_graphs_replay_linear_layers(recipe):
+    """Bit for bit what ordinary calls give; experts, whose rows the package has the host count, are ours."""
+    config, always, engine = of_graphs.WIDE, of_graphs.ALWAYS, engine_of(recipe, grouped=False)
+
+    def built():
+        model = toy_model(torch.bfloat16, config=config, context=ParallelContext.single(torch.device("cuda", 0)))
+        install(model, engine)
+        return model, MasterOptimizer(model, OptimizerConfig(lr=1e-3), model.context)
+
+    (plain, plain_optimizer), (model, optimizer) = built(), built()
+    inputs = toy_inputs(toy_plan(always, config=config), objective=always, config=config, dtype=torch.float32)
+    graphs = graphed(model, limit=2, message=print)
+    torch.set_deterministic_debug_mode("default")  # filling fresh memory would be recorded too
+    for step in range(4):
+        batch = [of_graphs.reshuffled(inputs, 2 * step + n, config) for n in range(2)]
+        expected = train_step(plain, plain_optimizer, batch, 1e-3)
+        got = train_step(model, optimizer, batch, 1e-3, graphs=graphs)
+        assert (got.loss, got.grad_norm) == (expected.loss, expected.grad_norm), f"step {step}"
+    assert graphs.drain().replayed == 7
+    for (name, a), (_, b) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+        assert torch.equal(a, b), name
