@@ -55,8 +55,10 @@ def _store_pieces(pointer, at, value, inside, stride, PIECES: tl.constexpr):
 @triton.jit
 def _project(x, weight, partial, num_rows, WIDTH: tl.constexpr, OUTPUTS: tl.constexpr, PADDED: tl.constexpr, SPAN: tl.constexpr,
              ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """partial [SPLITS, T, O + 1]: x W^T over our span of columns, and the sum of squares."""
-    row, output, split = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, PADDED), tl.program_id(1)
+    """partial [SPLITS, T, O + 1]: x W^T over our span of columns, and the sum of squares. The last tokens first: they were written last and
+    may be in the cache; who reads x next begins with the first."""
+    row = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    output, split = tl.arange(0, PADDED), tl.program_id(1)
     product, square = tl.zeros((ROWS, PADDED), tl.float32), tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in range(0, SPAN, COLUMNS):
         column = split * SPAN + start + tl.arange(0, COLUMNS)

@@ -42,8 +42,8 @@ def _aggregate(x, pre, u, HIDDEN: tl.constexpr, n: tl.constexpr, COLUMNS: tl.con
 
 @triton.jit
 def _read_products(x, du, dpre, HIDDEN: tl.constexpr, n: tl.constexpr, COLUMNS: tl.constexpr):
-    """dpre [T, n]: each stream times du."""
-    row, products = tl.program_id(0).to(tl.int64), ()
+    """dpre [T, n]: each stream times du. The last tokens first, so that `_read_backward` finds the first ones in the cache."""
+    row, products = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64), ()
     for _ in tl.static_range(n):
         products = products + (tl.zeros((COLUMNS,), tl.float32),)
     for start in range(0, HIDDEN, COLUMNS):
@@ -99,12 +99,12 @@ def _read_backward(x, weight, pre, res, scale, dprojected, coefficient, du, grad
 @triton.jit
 def _weight_gradient(x, dprojected, partial, num_rows, num_steps, WIDTH: tl.constexpr, OUTPUTS: tl.constexpr, PADDED: tl.constexpr,
                      PIECES: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """partial [SPLITS, O, WIDTH]: dprojected^T x over our share of the tokens."""
+    """partial [SPLITS, O, WIDTH]: dprojected^T x over our share of the tokens. The last first: `_read_backward` has read them just now."""
     column, output, split = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, PADDED), tl.program_id(1)
     inside, in_outputs = column < WIDTH, output < OUTPUTS
     total = tl.zeros((COLUMNS, PADDED), tl.float32)
     for step in range(0, num_steps):
-        row = (split + step * SPLITS).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+        row = (split + (num_steps - 1 - step) * SPLITS).to(tl.int64) * ROWS + tl.arange(0, ROWS)
         in_rows = row < num_rows
         values = tl.load(x + row[:, None] * WIDTH + column[None, :], mask=in_rows[:, None] & inside[None, :], other=0.0)
         for number in tl.static_range(PIECES):
