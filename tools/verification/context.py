@@ -92,6 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--toy", action="store_true", help="Toy widths in fp32, over CPU processes.")
     parser.add_argument("--without-package", action="store_true", help="Leave Transformer Engine out.")
     parser.add_argument("--num-layers", type=int, default=6, help="Layers of the one step; the last is full.")
+    parser.add_argument("--num-experts", type=int, default=None, help="Experts of the one step, for less memory.")
     parser.add_argument("--parts", nargs="+", choices=("step", "lengths"), default=["step", "lengths"], help="What to run.")
 
 
@@ -103,7 +104,8 @@ def run(arguments: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     context = initialize(ParallelConfig(context_parallel_size=ranks), device="cpu" if arguments.toy else "cuda", timeout_minutes=2.0)
     impls = ["local"] if arguments.toy or arguments.without_package else ["local", "transformer_engine"]
-    suite = Suite(context, arguments.toy, impls, ["sliding"] * (arguments.num_layers - 1) + ["full"])
+    wide = (toy_width if arguments.toy else real_width)(["sliding"] * (arguments.num_layers - 1) + ["full"])
+    suite = Suite(context, arguments.toy, impls, dataclasses.replace(wide, num_experts=arguments.num_experts or wide.num_experts))
     figures = [*(suite.steps() if "step" in arguments.parts else ()), *(suite.unequal_lengths() if "lengths" in arguments.parts else ())]
     missed = print_figures("context", figures) if context.world.rank == 0 else 0
     dist.destroy_process_group()
@@ -153,12 +155,12 @@ class Stepped:
 
 @dataclass(frozen=True)
 class Suite:
-    """The two parts, over the ranks of `context`; the first has `layers`."""
+    """The two parts, over the ranks of `context`; the first has a model `wide`."""
 
     context: ParallelContext
     toy: bool
     impls: Sequence[str]
-    layers: Sequence[str]
+    wide: ModelConfig
 
     def run_of(self, config: ModelConfig, ranks: int, impl: str, *, seq_length: int, rows: int) -> RunConfig:
         """As flags would give it, with one microbatch of so many rows."""
@@ -170,9 +172,8 @@ class Suite:
 
     def steps(self) -> Iterator[Figure]:
         """Of heads as they are and all of one width, loss and gradient against one device."""
-        wide = (toy_width if self.toy else real_width)(self.layers)
-        narrow = dataclasses.replace(wide, global_kv_channels=wide.kv_channels)
-        for config, impls in ((wide, ["local"]), (narrow, self.impls)):
+        narrow = dataclasses.replace(self.wide, global_kv_channels=self.wide.kv_channels)
+        for config, impls in ((self.wide, ["local"]), (narrow, self.impls)):
             name = f"heads {config.kv_channels}/{config.global_kv_channels}"
             with self.model(config, 1) as one:
                 alone = one.step("local")
