@@ -63,12 +63,12 @@ class MainGradient:
 
     def put_off(self, kernels: Kernels, part: Any) -> None:
         """Have the kernels add this part together with all others of the backward; the ticket's gradient must follow."""
-        self._kernels = kernels
+        self._use(kernels)
         self._parts.append(part)
 
     def add(self, kernels: Kernels, part: Any) -> None:
         """Have the kernels add this part now, which is all of a backward's."""
-        self._kernels = kernels
+        self._use(kernels)
         self._add([part])
 
     def release(self) -> None:
@@ -82,7 +82,7 @@ class MainGradient:
 
     def settle(self) -> None:
         """Have zeros in the buffer if it counts as zeros: before anything but the kernels reads it."""
-        if self._squares is not None:
+        if self.is_used:
             self._kernels.clear(self.total, self.is_fresh, self._squares)
 
     def open(self) -> Tensor:
@@ -97,9 +97,12 @@ class MainGradient:
         parts, self._parts = self._parts, []
         self._add(parts)
 
-    def _add(self, parts: Sequence[Any]) -> None:
+    def _use(self, kernels: Kernels) -> None:
         if self._squares is None:
-            self._squares = torch.zeros(self._kernels.num_sums(self.total), device=self.total.device)
+            self._squares = torch.zeros(kernels.num_sums(self.total), device=self.total.device)
+        self._kernels = kernels
+
+    def _add(self, parts: Sequence[Any]) -> None:
         self._kernels.add(self.total, parts, self.is_fresh, self._squares)
         self.then()
 
