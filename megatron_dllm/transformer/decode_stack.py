@@ -5,6 +5,7 @@ A layer, beside what TransformerBlock computes:
 
     one product for queries, keys and values, whose weights are copied side by side
     one kernel from there to the cache; attention over the cache
+    the router's product by matrix units, and its choices from there
     the dense MLP on a stream of its own, beside the router and the sorting of rows, none of which fills the device
     one kernel for the sum over a token's experts, the norms after it, and the norm that the next layer begins with
 """
@@ -19,7 +20,6 @@ from torch import Tensor
 
 from ..config import ModelConfig
 from ..kernels.launch import has_large_shared_memory
-from ..moe.router import Routing
 from ..tensor_parallel.linear import unadapted
 from .attention import SelfAttention
 from .block import TransformerBlock
@@ -43,7 +43,7 @@ def _is_plain(block: TransformerBlock) -> bool:
     linears = [block.mlp.gate_up, block.mlp.down, attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
     norms = [module for module in block.modules() if isinstance(module, RMSNorm)]
     return (experts.backend == "grouped_mlp" and has_large_shared_memory(experts.down.device) and block.tp.size == 1
-            and block.moe.router.adapter is unadapted and all(norm.function is rms_norm for norm in norms)
+            and block.moe.router.adapter is unadapted and block.moe.router.bias is None and all(norm.function is rms_norm for norm in norms)
             and all(linear is None or linear.adapter is unadapted and linear.product is F.linear for linear in linears))
 
 
@@ -100,7 +100,7 @@ class DecodeLayer:
     def __call__(self, x: Tensor, normed: Tensor, token_pass: TokenPass, cache: KeyCache, next_norm: Tensor,
                  beside: Beside) -> tuple[Tensor, Tensor]:
         """(y, rms_norm(y, next_norm)) of x [T, H] and `normed`, what the layer's first norm makes of it."""
-        from ..kernels import decode_residual, residual  # Triton is there with CUDA alone
+        from ..kernels import decode_residual, residual, router_logits  # Triton is there with CUDA alone
 
         block, eps = self.block, self.block.input_layernorm.eps
         router = block.moe.router
@@ -111,11 +111,11 @@ class DecodeLayer:
         self._ask_for(block.moe.experts.gate_up, self.prefetched, beside)
         with beside():
             dense = block.mlp(for_mlp)
-        routing = router(scaled)
-        rows, row = self._by_experts(for_experts, routing, beside)
+        weights, indices = router_logits.choose_experts(scaled, router.weight, router.per_expert_scale, router.topk)
+        rows, row = self._by_experts(for_experts, indices, beside)
         norms = (block.post_feedforward_layernorm_1, block.post_feedforward_layernorm_2, block.post_feedforward_layernorm)
         scalar = block.layer_scalars[0 if token_pass.num_clean else 1]
-        return decode_residual.finish_layer(h, dense, rows, row, routing.weights, *(norm.weight for norm in norms), scalar, next_norm, eps)
+        return decode_residual.finish_layer(h, dense, rows, row, weights, *(norm.weight for norm in norms), scalar, next_norm, eps)
 
     def _ask_for(self, weight: Tensor, num_bytes: int, beside: Beside) -> None:
         if self.prefetched:
@@ -137,7 +137,7 @@ class DecodeLayer:
         plan.move(cache)
         return F.linear(out.flatten(1), attention.o_proj.weight)
 
-    def _by_experts(self, x: Tensor, routing: Routing, beside: Beside) -> tuple[Tensor, Tensor]:
+    def _by_experts(self, x: Tensor, indices: Tensor, beside: Beside) -> tuple[Tensor, Tensor]:
         """The experts' results [N, H], and where those of each choice stand, int32 [T, k]; joined with what was put beside."""
         from ..kernels import gated_gelu, grouped_decode, permute
         from ..kernels.expert_rows import expert_rows
@@ -145,14 +145,14 @@ class DecodeLayer:
         from ..kernels.grouped_mlp import ROWS_TILING
 
         experts, num_experts = self.block.moe.experts, len(self.block.moe.experts.down)
-        if routing.indices.numel() <= FEW_ROWS * num_experts:
+        if indices.numel() <= FEW_ROWS * num_experts:
             wide, narrow = grouped_decode.UP_TILING, grouped_decode.DOWN_TILING
-            rows = expert_rows(routing.indices, num_experts, wide.rows)
+            rows = expert_rows(indices, num_experts, wide.rows)
             activated = grouped_decode.activated_rows(x, experts.gate_up, rows, wide)
             results = grouped_decode.narrowed_rows(activated, experts.down, rows, narrow)
         else:
-            rows = expert_rows(routing.indices, num_experts, ROWS_TILING.rows)
-            ordered = permute.permute(x, rows.row, routing.indices.numel())
+            rows = expert_rows(indices, num_experts, ROWS_TILING.rows)
+            ordered = permute.permute(x, rows.row, indices.numel())
             hidden = product(ordered, experts.gate_up.flatten(1, 2), rows.tiles, ROWS_TILING).unflatten(1, (2, -1))
             results = product(gated_gelu.value(hidden), experts.down, rows.tiles, ROWS_TILING)
         beside.join()

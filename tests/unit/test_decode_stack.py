@@ -39,6 +39,41 @@ def test_expert_rows(num_tokens, choices, num_experts, height, device):
 
 
 @DEVICES
+@pytest.mark.parametrize("num_tokens, width, num_experts, choices", [(1, 40, 1, 1), (5, 130, 12, 3), (17, 70, 16, 16)])
+def test_choose_experts(num_tokens, width, num_experts, choices, device):
+    check_choices(num_tokens, width, num_experts, choices, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [256, 2048])
+def test_choose_experts_at_the_models_widths(num_tokens):
+    check_choices(num_tokens, 2816, 128, 8, "cuda")
+
+
+def check_choices(num_tokens, width, num_experts, choices, device):
+    """As near to float64 as twice torch's own fp32: the weights, and the probabilities of those chosen."""
+    need_kernels(device)
+    from megatron_dllm.kernels.router_logits import choose_experts
+
+    x, weight = (draw(*shape, dtype=torch.float32, device=device, grad=False) for shape in ((num_tokens, width), (num_experts, width)))
+    x, scale = x * width**-0.5, torch.rand(num_experts).to(device) + 0.5
+    weights, indices = choose_experts(x, weight, scale, choices)
+    assert weights.dtype == torch.float32 and indices.dtype == torch.int64 and (indices.sort(-1).values.diff() > 0).all()
+
+    def chosen(dtype):
+        probabilities = (x.to(dtype) @ weight.to(dtype).mT).softmax(-1)
+        best = probabilities.topk(choices).values.double()
+        own = probabilities.gather(-1, indices)
+        return best, own.double(), (own * scale.to(dtype)[indices] / own.sum(-1, keepdim=True)).double()
+
+    best, own, exact = chosen(torch.float64)
+    _, _, plain = chosen(torch.float32)
+    # Of two experts that are as likely up to rounding either may be chosen.
+    assert (best - own).abs().max() <= 1e-6
+    assert (weights - exact).abs().max() <= 2 * (plain - exact).abs().max() + 2**-23
+
+
+@DEVICES
 @pytest.mark.parametrize("hidden, inner, num_tokens", [(40, 24, 9), (64, 64, 40), (72, 104, 1)])
 def test_grouped_decode(hidden, inner, num_tokens, device):
     need_kernels(device)
