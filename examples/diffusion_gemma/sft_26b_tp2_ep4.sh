@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Fine-tunes every weight of the released 26B model on conversations: one host of 8 GPUs with 80 GB or more, matrices over pairs of GPUs,
-# experts over four. Longer rows than sft_26b.sh, since each GPU holds half of a row's activations.
+# Fine-tunes every weight of the released 26B model on conversations: one host of 8 GPUs with 96 GB or more (the plan says 80 GiB each),
+# matrices over pairs of GPUs, experts over four. Longer rows than sft_26b.sh, since each GPU holds half of a row's activations.
 #
 #   MODEL=dir DATA=chat.jsonl SAVE=runs/sft_26b_tp2_ep4 bash examples/diffusion_gemma/sft_26b_tp2_ep4.sh [FLAGS OF pretrain_dllm.py]
 #
@@ -9,6 +9,7 @@
 # stays frozen. Three epochs; the loss to expect depends on the data. Measured on GPUs: not yet.
 set -euo pipefail
 NEEDS="MODEL DATA SAVE"
+GPU_MEMORY_GIB=${GPU_MEMORY_GIB:-94}  # for the plan that DRY_RUN prints
 FULL_PROCESSES=8 TOY_PROCESSES=2
 . "$(dirname "$0")/common.sh"
 
