@@ -12,6 +12,8 @@ from torch import Tensor
 
 from .residual import _columns, _inverse_root, _load
 
+WARPS = 8  # few, so that three programs share a processor: each waits for its token's rows
+
 
 @triton.jit
 def _finish(h, a, rows, row, choice_weights, weight_a, weight_b, weight, scalar, next_weight, y, normed, eps, CHOICES: tl.constexpr,
@@ -43,5 +45,5 @@ def finish_layer(h: Tensor, a: Tensor, rows: Tensor, row: Tensor, choice_weights
     y, normed = torch.empty_like(h), torch.empty_like(h)
     if len(h):
         _finish[(len(h),)](h, a, rows, row, choice_weights, weight_a, weight_b, weight, scalar, next_weight, y, normed, eps,
-                           CHOICES=row.shape[1], **_columns(h.shape[1]))
+                           CHOICES=row.shape[1], **{**_columns(h.shape[1]), "num_warps": WARPS})
     return y, normed

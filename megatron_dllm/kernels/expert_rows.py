@@ -14,7 +14,7 @@ from torch import Tensor
 from .grouped_gemm import ENTRY, RowTiles
 from .launch import next_power_of_2
 
-CHUNK = 2048  # choices at a time
+LEAST_CHUNK, LARGEST_CHUNK = 256, 8192  # choices at a time
 
 
 @dataclass(frozen=True)
@@ -66,5 +66,6 @@ def expert_rows(indices: Tensor, num_experts: int, height: int) -> ExpertRows:
     number, starts = row.new_empty(1), row.new_empty(num_experts + 1)
     _place[(num_experts,)](
         indices.contiguous(), row, token, table, number, starts, indices.numel(), CHOICES=choices, NUM_EXPERTS=num_experts,
-        POWER=next_power_of_2(num_experts), CHUNK=CHUNK, HEIGHT=height, ENTRY=ENTRY, num_warps=8)
+        POWER=next_power_of_2(num_experts), CHUNK=min(max(next_power_of_2(indices.numel()), LEAST_CHUNK), LARGEST_CHUNK), HEIGHT=height,
+        ENTRY=ENTRY, num_warps=8)
     return ExpertRows(row.view(num_tokens, choices), token, RowTiles(table, number, starts, starts[1:], height))

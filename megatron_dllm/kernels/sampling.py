@@ -1,4 +1,4 @@
-"""The sampler's reading of logits: soft cap, temperature, argmax, entropy and one sample a position, in two reads of them; and softmax."""
+"""The sampler's reading of logits: soft cap, temperature, argmax, entropy and one sample a position, in one read of them; and softmax."""
 from __future__ import annotations
 
 import torch
@@ -7,10 +7,12 @@ import triton.language as tl
 from torch import Tensor
 
 from .cross_entropy import _tanh
+from .launch import next_power_of_2
 
 COLUMNS = 4096  # 8 warps, 16 logits a thread
-# Of a program that reads a whole position: 8 warps; with few registers several share a processor, and what they wait for is on its way.
-READ_COLUMNS, READ_STAGES = 2048, 4
+PART = 4096  # of a position, that a program of 8 warps reads at once: 16 logits a thread
+# Of a program that goes through a whole position: 8 warps; with few registers several share a processor, what they wait for is on its way.
+SOFTMAX_COLUMNS, SOFTMAX_STAGES = 2048, 4
 
 
 @triton.jit
@@ -21,69 +23,69 @@ def _cap(product, logits, size, softcap, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _tempered(value, temperature, softcap, HAS_CAP: tl.constexpr):
+def _tempered(value, warmth, softcap, HAS_CAP: tl.constexpr):
+    """softcap * tanh(value / softcap), or value, times `warmth`, one over the temperature."""
+    value = value.to(tl.float32)
     if HAS_CAP:
-        value, _ = _tanh(value.to(tl.float32) / softcap)
+        value, _ = _tanh(value / softcap)
         value *= softcap
-    return value / temperature
+    return value * warmth
 
 
 @triton.jit
-def _read(logits, uniforms, kept, sample, argmax, entropy, width, temperature, softcap, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
-          HAS_CAP: tl.constexpr):
-    """temperature float64 []: read from memory, so that a recording serves every step."""
-    position = tl.program_id(0)
-    temperature = tl.load(temperature).to(tl.float32)
-    logits += position.to(tl.int64) * width
-    kept += position.to(tl.int64) * width
-    lanes = tl.arange(0, COLUMNS)
-    # Each lane: its largest so far and where that came first, the sum of e = exp(logit - largest), and that of e * (logit - largest).
-    largest = tl.full((COLUMNS,), -3e38, tl.float32)
-    first = tl.zeros((COLUMNS,), tl.int32)
-    total = tl.zeros((COLUMNS,), tl.float32)
-    spread = tl.zeros((COLUMNS,), tl.float32)
-    for at in tl.range(0, width, COLUMNS, num_stages=STAGES):
-        column = at + lanes
-        inside = column < width
-        value = _tempered(tl.load(logits + column, mask=inside, other=0.0), temperature, softcap, HAS_CAP)
-        tl.store(kept + column, value, mask=inside)
-        value = tl.where(inside, value, largest)
-        share = tl.where(inside, 1.0, 0.0)
-        above = value > largest
-        distance = tl.where(above, largest - value, value - largest)  # never above 0
-        small = tl.exp(distance)
-        # The first value of a lane meets no sum, so that its distance to nothing must not count.
-        moved = tl.where(total > 0, small * (spread + distance * total), 0.0)
-        spread = tl.where(above, moved, spread + share * small * distance)
-        total = tl.where(above, small * total + 1, total + share * small)
-        first = tl.where(above, column, first)
-        largest = tl.where(above, value, largest)
+def _read_part(logits, kept, figures, firsts, width, temperature, softcap, PARTS: tl.constexpr, COLUMNS: tl.constexpr,
+               HAS_CAP: tl.constexpr):
+    """Of each part of a position, figures fp32 [N, 3, PARTS]: the largest logit, the sum of e = exp(logit - largest), and that of e *
+    (logit - largest); firsts int32 [N, PARTS]: where the largest comes first."""
+    position, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
+    column = part * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < width
+    at = position.to(tl.int64) * width + column
+    # One over the temperature, read from memory, so that a recording serves every step.
+    value = _tempered(tl.load(logits + at, mask=inside, other=0.0), (1 / tl.load(temperature)).to(tl.float32), softcap, HAS_CAP)
+    tl.store(kept + at, value, mask=inside)
+    value = tl.where(inside, value, -3e38)
+    largest = tl.max(value, 0)
+    first = tl.min(tl.where(value == largest, column, 2147483647), 0)
+    distance = tl.where(inside, value - largest, 0.0)
+    e = tl.where(inside, tl.exp(distance), 0.0)
+    tl.store(firsts + tl.program_id(0), first)
+    figures += position.to(tl.int64) * (3 * PARTS) + part
+    tl.store(figures, largest)
+    tl.store(figures + PARTS, tl.sum(e, 0))
+    tl.store(figures + 2 * PARTS, tl.sum(e * distance, 0))
+
+
+@triton.jit
+def _read_position(logits, uniforms, figures, firsts, sample, argmax, entropy, width, temperature, softcap, PARTS: tl.constexpr,
+                   POWER: tl.constexpr, COLUMNS: tl.constexpr, HAS_CAP: tl.constexpr):
+    """Puts the parts of a position together, then goes through the one in which the running sum passes the target."""
+    position, part, lanes = tl.program_id(0).to(tl.int64), tl.arange(0, POWER), tl.arange(0, COLUMNS)
+    at, is_part = figures + position * (3 * PARTS) + part, part < PARTS
+    largest, first = tl.load(at, mask=is_part, other=-3e38), tl.load(firsts + position * PARTS + part, mask=is_part, other=0)
+    total, spread = tl.load(at + PARTS, mask=is_part, other=0.0), tl.load(at + 2 * PARTS, mask=is_part, other=0.0)
     overall = tl.max(largest, 0)
-    best = tl.min(tl.where(largest == overall, first, 2147483647), 0)
-    distance = tl.maximum(largest - overall, -1e4)  # lanes without a value
+    distance = tl.maximum(largest - overall, -1e4)
     scale = tl.exp(distance)
-    mass = tl.sum(total * scale, 0)
-    tl.store(argmax + position, best.to(tl.int64))
+    share = total * scale
+    mass = tl.sum(share, 0)
+    tl.store(argmax + position, tl.min(tl.where(is_part & (largest == overall), first, 2147483647), 0).to(tl.int64))
     tl.store(entropy + position, tl.log(mass) - tl.sum(scale * (spread + distance * total), 0) / mass)
     target = tl.load(uniforms + position).to(tl.float32) * mass
-    # The token at which the running sum passes the target. Rounding may leave the whole sum below it: then the last that has any.
-    before = 0.0
-    chosen = -1
-    last = best
-    at = 0
-    while (at < width) & (chosen < 0):
-        column = at + lanes
-        value = _tempered(tl.load(logits + column, mask=column < width, other=0.0), temperature, softcap, HAS_CAP)
-        weight = tl.where(column < width, tl.exp(value - overall), 0.0)
-        here = tl.sum(weight, 0)
-        last = tl.maximum(last, tl.max(tl.where(weight > 0, column, 0), 0))
-        if before + here > target:
-            past = (before + tl.cumsum(weight, 0) > target) & (weight > 0)
-            found = tl.min(tl.where(past, column, 2147483647), 0)
-            chosen = tl.where(found < 2147483647, found, -1)
-        before += here
-        at += COLUMNS
-    tl.store(sample + position, tl.where(chosen < 0, last, chosen).to(tl.int64))
+    # Rounding may leave the whole sum below the target: then the last part, and in it the last token, that has any.
+    running = tl.cumsum(share, 0)
+    chosen = tl.min(tl.where((running > target) & (share > 0), part, POWER), 0)
+    chosen = tl.where(chosen == POWER, tl.max(tl.where(share > 0, part, 0), 0), chosen)
+    before = tl.sum(tl.where(part < chosen, share, 0.0), 0)
+    column = chosen * COLUMNS + lanes
+    inside = column < width
+    value = _tempered(tl.load(logits + position * width + column, mask=inside, other=0.0), (1 / tl.load(temperature)).to(tl.float32),
+                      softcap, HAS_CAP)
+    weight = tl.where(inside, tl.exp(value - overall), 0.0)
+    past = (before + tl.cumsum(weight, 0) > target) & (weight > 0)
+    found = tl.min(tl.where(past, column, 2147483647), 0)
+    last = tl.max(tl.where(weight > 0, column, 0), 0)
+    tl.store(sample + position, tl.where(found == 2147483647, last, found).to(tl.int64))
 
 
 @triton.jit
@@ -113,7 +115,7 @@ def softmax(logits: Tensor, dtype: torch.dtype) -> Tensor:
     """softmax of each row of logits [N, V], computed in fp32, in `dtype`."""
     probabilities = torch.empty(logits.shape, dtype=dtype, device=logits.device)
     if len(logits):
-        _softmax[len(logits),](logits.contiguous(), probabilities, logits.shape[1], COLUMNS=READ_COLUMNS, STAGES=READ_STAGES,
+        _softmax[len(logits),](logits.contiguous(), probabilities, logits.shape[1], COLUMNS=SOFTMAX_COLUMNS, STAGES=SOFTMAX_STAGES,
                               num_warps=8)
     return probabilities
 
@@ -141,7 +143,12 @@ def read_product(product: Tensor, softcap: float | None, temperature: Tensor, un
     count, width = product.shape
     sample, argmax = (torch.empty(count, dtype=torch.int64, device=product.device) for _ in range(2))
     entropy = torch.empty(count, dtype=torch.float32, device=product.device)
+    parts = triton.cdiv(width, PART)
+    figures = torch.empty(count, 3, parts, dtype=torch.float32, device=product.device)
+    firsts = torch.empty(count, parts, dtype=torch.int32, device=product.device)
+    shared = {"PARTS": parts, "COLUMNS": PART, "HAS_CAP": softcap is not None, "num_warps": 8}
     if count:
-        _read[count,](product, uniforms, kept, sample, argmax, entropy, width, temperature, softcap or 1.0, COLUMNS=READ_COLUMNS,
-                      STAGES=READ_STAGES, HAS_CAP=softcap is not None, num_warps=8)
+        _read_part[(count * parts,)](product, kept, figures, firsts, width, temperature, softcap or 1.0, **shared)
+        _read_position[(count,)](product, uniforms, figures, firsts, sample, argmax, entropy, width, temperature, softcap or 1.0,
+                                 POWER=next_power_of_2(parts), **shared)
     return sample, argmax, entropy

@@ -19,7 +19,7 @@ BF16 = torch.bfloat16
 
 
 @DEVICES
-@pytest.mark.parametrize("num_tokens, choices, num_experts, height", [(1, 1, 1, 16), (5, 2, 3, 4), (300, 8, 12, 16), (256, 8, 128, 32)])
+@pytest.mark.parametrize("num_tokens, choices, num_experts, height", [(1, 1, 1, 16), (5, 2, 3, 4), (1100, 8, 12, 16), (256, 8, 128, 32)])
 def test_expert_rows(num_tokens, choices, num_experts, height, device):
     """More choices than are sorted at a time, experts without a row, several tiles an expert."""
     need_kernels(device)
