@@ -1,20 +1,25 @@
 """How long a step of a layout takes, by parts: a model of few constants, each with where it comes from.
 
-Compute is the counted operations at a rate, but not faster than the host can launch them. What was measured is one H200 with 6 layers
-of the released width (docs/log.md); everything between GPUs is an assumption until it is measured.
+Compute is the counted operations at a rate, and the bytes of weights that each microbatch moves, but not faster than the host can launch
+it all. What was measured is one H200 with 6 and 30 layers of the released width (docs/performance.md); everything between GPUs is an
+assumption until it is measured.
 """
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_dllm.config import RunConfig
+from megatron_dllm.config import RunConfig, TrainingConfig
 from megatron_dllm.training.operations import StepOperations, TokenCounts, step_operations
 
-# Of 6 layers, forward and backward, every row self-conditioned: 230 ms at 4 x 1024, 239 at 1 x 4096, 186 at 1 x 1024.
-ACHIEVED_TFLOPS = 205.0
-LAUNCH_MS_PER_LAYER = 31.0
+# Forward and backward by CUDA graphs, every row self-conditioned. 6 layers, all trained: 114.7 ms at 4 x 1024, 95.5 at 1 x 4096, 46.4 at
+# 1 x 1024; 30 layers with adapters alone: 271.8 at 4 x 1024, 116.5 at 1 x 1024. One rate and these bytes give all five within 6 %.
+ACHIEVED_TFLOPS = 500.0
+TRAINED_BYTES, FROZEN_BYTES = 14, 12  # that one microbatch moves for a weight: reads of it, and its gradient
+# Without graphs: adapters on 30 layers took 398 ms at 1 x 1024, and 728 with full recompute.
+LAUNCH_MS_PER_LAYER = 16.0
 MEASURED_ON = "H200"
 COPY_TB_PER_S = 4.26
 # Bytes that AdamW reads and writes for an element: master, two moments, the fp32 gradient, the 16-bit copy.
@@ -60,12 +65,20 @@ def operations(run: RunConfig, rows: int, canvases: int, conditioned: float | No
                            frozen=run.lora.lora_rank is not None)
 
 
-def compute_ms(flop: float, layers: float, microbatches: int, gpu: str, *, recompute: str | None) -> tuple[float, bool]:
-    """Time of so many operations on one GPU in so many microbatches of `layers` layers; and whether launches are the limit."""
+def moved_bytes(weights: Mapping[tuple[str, bool, int], float]) -> float:
+    """What a microbatch moves for one rank's weights, given as elements by (grid, trained, bytes of an element)."""
+    return sum(count * (TRAINED_BYTES if trained else FROZEN_BYTES) for (_, trained, _), count in weights.items())
+
+
+def compute_ms(flop: float, moved: float, layers: float, microbatches: int, run: TrainingConfig, gpu: str) -> tuple[float, bool]:
+    """Time of so many operations on one GPU in so many microbatches of `layers` layers, each of which moves so many bytes of weights; and
+    whether launches are the limit. Graphs are taken to serve every microbatch."""
     rate = ACHIEVED_TFLOPS * GPUS[gpu][0] / GPUS[MEASURED_ON][0]
-    work = flop / rate / 1e9
+    work = flop / rate / 1e9 + microbatches * moved / COPY_TB_PER_S / 1e9
+    if run.cuda_graph_impl != "none":
+        return work, False
     # Of forward and backward the forward's launches come a second time under full recompute: a third of them.
-    launches = LAUNCH_MS_PER_LAYER * layers * microbatches * (4 / 3 if recompute == "full" else 1)
+    launches = LAUNCH_MS_PER_LAYER * layers * microbatches * (4 / 3 if run.recompute_granularity == "full" else 1)
     return max(work, launches), launches > work
 
 

@@ -145,10 +145,10 @@ def _time(run: RunConfig, elements: memory.ModelElements, arguments: argparse.Na
                           training.recompute_granularity, training.recompute_modules)
     # One layer more for each prediction depth; the head weighs as its operations, not as launches.
     layers = (run.model.num_layers + run.model.mtp_num_layers) / pp
-    compute, launch_bound = timing.compute_ms(counted.hardware / arguments.num_gpus, layers, microbatches, arguments.gpu,
-                                              recompute=training.recompute_granularity)
-    communication = microbatches * timing.communication_ms(run, tokens, layers, gpus_per_node=arguments.gpus_per_node)
     own = elements.of_stage(*memory.stage_of(run, None, 0))
+    compute, launch_bound = timing.compute_ms(
+        counted.hardware / arguments.num_gpus, timing.moved_bytes(own) / pp, layers, microbatches, training, arguments.gpu)
+    communication = microbatches * timing.communication_ms(run, tokens, layers, gpus_per_node=arguments.gpus_per_node)
     trained = {grid: sum(count for (of, trains, _), count in own.items() if trains and of == grid) / pp for grid in ("dense", "expert")}
     shares = {"dense": dp, "expert": edp}
     gradients = sum(
@@ -196,7 +196,7 @@ def notes(best: Plan, arguments: argparse.Namespace) -> list[str]:
     found = ["rows: --micro-batch-size; shared: --use-distributed-optimizer; *: the host's launches are the limit; GiB: of the fullest GPU"]
     if arguments.gpu != timing.MEASURED_ON:
         found.append(f"speeds of {arguments.gpu} are scaled from {timing.MEASURED_ON} by their peaks: extrapolated")
-    found.append(f"compute is fitted to one {timing.MEASURED_ON} with 6 layers of the released width; other widths are extrapolated")
+    found.append(f"compute is fitted to one {timing.MEASURED_ON} with 6 and 30 layers of the released width; other widths are extrapolated")
     if arguments.num_gpus > 1:
         found.append(f"time between GPUs assumes {timing.NVLINK_GB_PER_S:g} GB/s in a node and {timing.NETWORK_GB_PER_S:g} between nodes, "
                      "nothing hidden but part of the gradients' sum: not measured")
