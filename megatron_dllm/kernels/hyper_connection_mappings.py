@@ -16,27 +16,10 @@ from .launch import next_power_of_2
 from .rms_norm import sum_partials
 
 EPSILON = tl.constexpr(1e-6)  # beside the norm of x, and the least denominator of Sinkhorn's rounds
-ROWS, COLUMNS, WARPS = 64, 64, 4  # of a tile of the projection
+ROWS, COLUMNS, WARPS, STAGES = 64, 64, 4, 3  # of a tile of the projection
 # Programs along a row: 80 tiles of 5120 tokens alone do not fill the 132 processors of an H200.
 SPLITS = 8
 TOKENS = 8  # whose mappings a program of 4 warps makes: a matrix of 4 x 4 a token is a number a thread
-
-
-@triton.jit
-def add_product(total, a, b):
-    """total + a @ b as exact as fp32. A bf16 `a` is multiplied with three bf16 pieces of `b`, whose products are exact.
-
-    Added to `total` outside of the products: tensor cores cut sums off instead of rounding them, and 264 cuts to one side are 5e-6.
-    """
-    if a.dtype == tl.bfloat16:
-        part = tl.zeros(total.shape, tl.float32)
-        for _ in tl.static_range(3):
-            piece = b.to(tl.bfloat16)
-            part = tl.dot(a, piece, part)
-            b -= piece.to(tl.float32)
-    else:
-        part = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="tf32x3")
-    return total + part
 
 
 @triton.jit
@@ -52,8 +35,14 @@ def _store_pieces(pointer, at, value, inside, stride, PIECES: tl.constexpr):
 
 
 @triton.jit
-def _project(x, weight, partial, num_rows, WIDTH: tl.constexpr, OUTPUTS: tl.constexpr, PADDED: tl.constexpr, SPAN: tl.constexpr,
-             ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _split(weight, pieces, size, PIECES: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    _store_pieces(pieces, at, tl.load(weight + at, mask=at < size, other=0.0), at < size, size, PIECES)
+
+
+@triton.jit
+def _project(x, weight, partial, num_rows, WIDTH: tl.constexpr, OUTPUTS: tl.constexpr, PADDED: tl.constexpr, PIECES: tl.constexpr,
+             SPAN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """partial [SPLITS, T, O + 1]: x W^T over our span of columns, and the sum of squares. The last tokens first: they were written last and
     may be in the cache; who reads x next begins with the first."""
     row = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -63,8 +52,16 @@ def _project(x, weight, partial, num_rows, WIDTH: tl.constexpr, OUTPUTS: tl.cons
         column = split * SPAN + start + tl.arange(0, COLUMNS)
         inside = column < WIDTH
         values = tl.load(x + row[:, None] * WIDTH + column[None, :], mask=(row < num_rows)[:, None] & inside[None, :], other=0.0)
-        factor = tl.load(weight + output[None, :] * WIDTH + column[:, None], mask=(output < OUTPUTS)[None, :] & inside[:, None], other=0.0)
-        product = add_product(product, values, factor)
+        if PIECES == 1:
+            values = values.to(tl.float32)
+        # Products of bf16 are exact. They are added to the rest outside of the product: tensor cores cut sums off instead of rounding
+        # them, and 264 cuts to one side are an error of 5e-6.
+        part = tl.zeros((ROWS, PADDED), tl.float32)
+        for number in tl.static_range(PIECES):
+            factor = tl.load(weight + (number * OUTPUTS + output)[None, :] * WIDTH + column[:, None],
+                             mask=(output < OUTPUTS)[None, :] & inside[:, None], other=0.0)
+            part = tl.dot(values, factor, part, input_precision="tf32x3")
+        product += part
         wide = values.to(tl.float32)
         square += wide * wide
     at = (split.to(tl.int64) * num_rows + row) * (OUTPUTS + 1)
@@ -202,6 +199,11 @@ def _mappings_backward(projected, root, alpha, bias, dpre, dpost, dres, dproject
     tl.store(coefficient + row, tl.where(size > 0, tl.div_rn(dinverse * inverse * inverse, divisor), 0.0), mask=in_rows)
 
 
+def pieces_of(dtype: torch.dtype) -> tuple[int, torch.dtype]:
+    """(number, dtype) of the pieces that fp32 factors of streams of `dtype` come in: three of bf16, whose sum they are, or as they are."""
+    return (3, torch.bfloat16) if dtype == torch.bfloat16 else (1, torch.float32)
+
+
 def mappings(x: Tensor, weight: Tensor, alpha: Tensor, bias: Tensor, num_streams: int,
              iterations: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """H_pre [T, n], H_post [T, n], H_res [T, n, n], then x W^T [T, O] and |x| / sqrt(nC) [T] of x [T, nC], all fp32."""
@@ -211,9 +213,14 @@ def mappings(x: Tensor, weight: Tensor, alpha: Tensor, bias: Tensor, num_streams
     if num_rows:
         partial = torch.empty(SPLITS, num_rows, outputs + 1, dtype=torch.float32, device=x.device)
         span = triton.cdiv(triton.cdiv(width, SPLITS), COLUMNS) * COLUMNS
+        pieces, of = pieces_of(x.dtype)
+        factor = weight
+        if pieces > 1:
+            factor = torch.empty(pieces, outputs, width, dtype=of, device=x.device)
+            _split[(triton.cdiv(weight.numel(), 1024),)](weight, factor, weight.numel(), PIECES=pieces, BLOCK=1024, num_warps=4)
         _project[(triton.cdiv(num_rows, ROWS), SPLITS)](
-            x, weight, partial, num_rows, WIDTH=width, OUTPUTS=outputs, PADDED=max(16, next_power_of_2(outputs)), SPAN=span, ROWS=ROWS,
-            COLUMNS=COLUMNS, num_warps=WARPS, num_stages=3)
+            x, factor, partial, num_rows, WIDTH=width, OUTPUTS=outputs, PADDED=max(16, next_power_of_2(outputs)), PIECES=pieces, SPAN=span,
+            ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS, num_stages=STAGES)
         _mappings[(triton.cdiv(num_rows, TOKENS),)](
             partial, alpha, bias, projected, root, pre, post, res, num_rows, WIDTH=width, n=n, STREAMS=next_power_of_2(n),
             ITERATIONS=iterations, SPLITS=SPLITS, ROWS=TOKENS, num_warps=4)
@@ -227,7 +234,7 @@ def mappings_backward(projected: Tensor, root: Tensor, alpha: Tensor, bias: Tens
     For streams of `dtype` bf16 dprojected is [3, T, O], three bf16 pieces whose sum it is: products with x are then exact.
     """
     (num_rows, outputs), n = projected.shape, dpre.shape[1]
-    pieces, of = (3, torch.bfloat16) if dtype == torch.bfloat16 else (1, torch.float32)
+    pieces, of = pieces_of(dtype)
     dprojected, coefficient = torch.empty(pieces, num_rows, outputs, dtype=of, device=root.device), torch.empty_like(root)
     programs = triton.cdiv(num_rows, TOKENS)
     if not num_rows:

@@ -107,12 +107,14 @@ def _weight_gradient(x, dprojected, partial, num_rows, num_steps, WIDTH: tl.cons
         row = (split + (num_steps - 1 - step) * SPLITS).to(tl.int64) * ROWS + tl.arange(0, ROWS)
         in_rows = row < num_rows
         values = tl.load(x + row[:, None] * WIDTH + column[None, :], mask=in_rows[:, None] & inside[None, :], other=0.0)
+        if PIECES == 1:
+            values = values.to(tl.float32)
         part = tl.zeros((COLUMNS, PADDED), tl.float32)
         for number in tl.static_range(PIECES):
             grad = tl.load(dprojected + (number * num_rows.to(tl.int64) + row)[:, None] * OUTPUTS + output[None, :],
                            mask=in_rows[:, None] & in_outputs[None, :], other=0.0)
             part = tl.dot(tl.trans(values), grad, part, input_precision="tf32x3")
-        total += part  # not by the product: see `add_product` of hyper_connection_mappings
+        total += part  # not by the product: see `_project` of hyper_connection_mappings
     at = (split.to(tl.int64) * OUTPUTS + output)[None, :] * WIDTH + column[:, None]
     tl.store(partial + at, total, mask=inside[:, None] & in_outputs[None, :])
 
