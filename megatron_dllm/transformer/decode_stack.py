@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -27,8 +28,16 @@ from .key_cache import KeyCache
 from .norms import RMSNorm, rms_norm
 from .token_pass import LayerPass, TokenPass
 
-PREFETCHED = 0  # bytes of the experts' first weights that are asked for beside the router
 FEW_ROWS = 48  # of an expert, on average, up to which the kernels for few rows are taken
+
+
+@dataclass(frozen=True)
+class Way:
+    """prefetched: bytes of the experts' first weights that are asked for beside the router (0: nothing is). together: where experts have
+    few rows, the dense MLP runs in the launches of the experts, which wait for memory, not beside the router."""
+
+    prefetched: int = 0
+    together: bool = False
 
 
 def suits_decode_stack(blocks: Sequence[TransformerBlock], config: ModelConfig, dtype: torch.dtype) -> bool:
@@ -50,9 +59,9 @@ def _is_plain(block: TransformerBlock) -> bool:
 class DecodeStack:
     """final hidden states, normed, of x [T, H], as DiffusionGemma.run_layers gives them, for blocks that suit."""
 
-    def __init__(self, blocks: Sequence[TransformerBlock], final_norm: Tensor, prefetched: int = PREFETCHED):
+    def __init__(self, blocks: Sequence[TransformerBlock], final_norm: Tensor, way: Way = Way()):  # noqa: B008 (immutable)
         device = final_norm.device
-        self.layers = [DecodeLayer(block, prefetched) for block in blocks]
+        self.layers = [DecodeLayer(block, way) for block in blocks]
         self.next_norms = [*(block.input_layernorm.weight for block in blocks[1:]), final_norm]
         self.beside = Beside(torch.cuda.Stream(device) if device.type == "cuda" else None)
 
@@ -68,7 +77,7 @@ class Beside:
     """Work on a stream of its own, beside what is put on the current one; without a stream, in its turn."""
 
     def __init__(self, stream: torch.cuda.Stream | None):
-        self.stream = stream
+        self.stream, self.is_apart = stream, False
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
@@ -77,25 +86,25 @@ class Beside:
             yield
             return
         self.stream.wait_stream(torch.cuda.current_stream())
+        self.is_apart = True
         with torch.cuda.stream(self.stream):
             yield
 
     def join(self) -> None:
         """What is put on the current stream from now on comes after what was done beside it."""
-        if self.stream is not None:
+        # A recording must not wait for a stream that has no part in it.
+        if self.is_apart:
             torch.cuda.current_stream().wait_stream(self.stream)
+            self.is_apart = False
 
 
 class DecodeLayer:
-    """One block; `projection` [(h + 2 g) d, H], or [(h + g) d, H] where values are raw keys, is a copy.
+    """One block; `projection` [(h + 2 g) d, H], or [(h + g) d, H] where values are raw keys, is a copy."""
 
-    With `prefetched` bytes the weights of what follows are asked for while attention and the router leave the memory idle.
-    """
-
-    def __init__(self, block: TransformerBlock, prefetched: int):
+    def __init__(self, block: TransformerBlock, way: Way):
         attention = block.attention
         projections = [attention.q_proj, attention.k_proj] + ([] if attention.v_proj is None else [attention.v_proj])
-        self.block, self.prefetched, self.projection = block, prefetched, torch.cat([layer.weight.detach() for layer in projections])
+        self.block, self.way, self.projection = block, way, torch.cat([layer.weight.detach() for layer in projections])
 
     def __call__(self, x: Tensor, normed: Tensor, token_pass: TokenPass, cache: KeyCache, next_norm: Tensor,
                  beside: Beside) -> tuple[Tensor, Tensor]:
@@ -108,17 +117,24 @@ class DecodeLayer:
         readers = block.pre_feedforward_layernorm.weight, block.pre_feedforward_layernorm_2.weight, router.scale
         h, for_mlp, for_experts, scaled = residual.after_attention(
             x, attended, block.post_attention_layernorm.weight, readers, router.root, eps)
-        self._ask_for(block.moe.experts.gate_up, self.prefetched, beside)
-        with beside():
-            dense = block.mlp(for_mlp)
+        self._ask_for(block.moe.experts.gate_up, self.way.prefetched, beside)
+        is_few = len(x) * router.topk <= FEW_ROWS * len(router.weight)
+        together = is_few and self.way.together
+        if not together:
+            with beside():
+                dense = block.mlp(for_mlp)
         weights, indices = router_logits.choose_experts(scaled, router.weight, router.per_expert_scale, router.topk)
-        rows, row = self._by_experts(for_experts, indices, beside)
+        if together:
+            dense, rows, row = self._together(for_mlp, for_experts, indices)
+        else:
+            rows, row = (self._by_few_rows if is_few else self._by_many_rows)(for_experts, indices)
+        beside.join()
         norms = (block.post_feedforward_layernorm_1, block.post_feedforward_layernorm_2, block.post_feedforward_layernorm)
         scalar = block.layer_scalars[0 if token_pass.num_clean else 1]
         return decode_residual.finish_layer(h, dense, rows, row, weights, *(norm.weight for norm in norms), scalar, next_norm, eps)
 
     def _ask_for(self, weight: Tensor, num_bytes: int, beside: Beside) -> None:
-        if self.prefetched:
+        if self.way.prefetched:
             from ..kernels import prefetch  # Triton is there with CUDA alone
 
             with beside():
@@ -137,23 +153,38 @@ class DecodeLayer:
         plan.move(cache)
         return F.linear(out.flatten(1), attention.o_proj.weight)
 
-    def _by_experts(self, x: Tensor, indices: Tensor, beside: Beside) -> tuple[Tensor, Tensor]:
-        """The experts' results [N, H], and where those of each choice stand, int32 [T, k]; joined with what was put beside."""
-        from ..kernels import gated_gelu, grouped_decode, permute
+    def _by_few_rows(self, x: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """The experts' results [N, H] of x [T, H], and where those of each choice stand, int32 [T, k]."""
+        from ..kernels import grouped_decode
+        from ..kernels.expert_rows import expert_rows
+
+        experts = self.block.moe.experts
+        rows = expert_rows(indices, len(experts.down), grouped_decode.UP_TILING.rows)
+        activated, _ = grouped_decode.activated_rows(x, experts.gate_up, rows, grouped_decode.UP_TILING)
+        return grouped_decode.narrowed_rows(activated, experts.down, rows, grouped_decode.DOWN_TILING)[0], rows.row
+
+    def _together(self, for_mlp: Tensor, x: Tensor, indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What the dense MLP makes of `for_mlp` [T, H]; then as `_by_few_rows`."""
+        from ..kernels import grouped_decode
+        from ..kernels.expert_rows import expert_rows
+
+        experts, mlp = self.block.moe.experts, self.block.mlp
+        wide, narrow = grouped_decode.UP_TILING, grouped_decode.TOGETHER_DOWN_TILING
+        part = grouped_decode.Dense(for_mlp, mlp.gate_up.weight, mlp.down.weight)
+        rows = expert_rows(indices, len(experts.down), wide.rows)
+        activated, dense = grouped_decode.activated_rows(x, experts.gate_up, rows, wide, dense=part)
+        results, dense = grouped_decode.narrowed_rows(activated, experts.down, rows, narrow, dense=part, dense_activated=dense)
+        return dense, results, rows.row
+
+    def _by_many_rows(self, x: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """As `_by_few_rows`."""
+        from ..kernels import gated_gelu, permute
         from ..kernels.expert_rows import expert_rows
         from ..kernels.grouped_gemm import product
         from ..kernels.grouped_mlp import ROWS_TILING
 
-        experts, num_experts = self.block.moe.experts, len(self.block.moe.experts.down)
-        if indices.numel() <= FEW_ROWS * num_experts:
-            wide, narrow = grouped_decode.UP_TILING, grouped_decode.DOWN_TILING
-            rows = expert_rows(indices, num_experts, wide.rows)
-            activated = grouped_decode.activated_rows(x, experts.gate_up, rows, wide)
-            results = grouped_decode.narrowed_rows(activated, experts.down, rows, narrow)
-        else:
-            rows = expert_rows(indices, num_experts, ROWS_TILING.rows)
-            ordered = permute.permute(x, rows.row, indices.numel())
-            hidden = product(ordered, experts.gate_up.flatten(1, 2), rows.tiles, ROWS_TILING).unflatten(1, (2, -1))
-            results = product(gated_gelu.value(hidden), experts.down, rows.tiles, ROWS_TILING)
-        beside.join()
-        return results, rows.row
+        experts = self.block.moe.experts
+        rows = expert_rows(indices, len(experts.down), ROWS_TILING.rows)
+        ordered = permute.permute(x, rows.row, indices.numel())
+        hidden = product(ordered, experts.gate_up.flatten(1, 2), rows.tiles, ROWS_TILING).unflatten(1, (2, -1))
+        return product(gated_gelu.value(hidden), experts.down, rows.tiles, ROWS_TILING), rows.row

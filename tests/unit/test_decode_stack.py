@@ -78,7 +78,7 @@ def check_choices(num_tokens, width, num_experts, choices, device):
 def test_grouped_decode(hidden, inner, num_tokens, device):
     need_kernels(device)
     from megatron_dllm.kernels.expert_rows import expert_rows
-    from megatron_dllm.kernels.grouped_decode import DecodeTiling, activated_rows, narrowed_rows
+    from megatron_dllm.kernels.grouped_decode import DecodeTiling, Dense, activated_rows, narrowed_rows
 
     experts, choices = 5, 2
     gate_up, down = ((draw(*shape, dtype=torch.float32, device=device, grad=False) * shape[-1]**-0.5).to(BF16)
@@ -90,17 +90,28 @@ def test_grouped_decode(hidden, inner, num_tokens, device):
     tiling = DecodeTiling(16, 64, 64, 4, 2)
     rows = expert_rows(indices, experts, tiling.rows)
     persistent = dataclasses.replace(tiling, programs=1)
-    activated = activated_rows(x, gate_up, rows, tiling)
-    assert torch.equal(activated, activated_rows(x, gate_up, rows, persistent))
+    activated, _ = activated_rows(x, gate_up, rows, tiling)
+    assert torch.equal(activated, activated_rows(x, gate_up, rows, persistent)[0])
     ordered = x[rows.token.long()]
     for way in (tiling, dataclasses.replace(persistent, flatten=True)):
-        assert torch.equal(activated, activated_rows(ordered, gate_up, rows, way, is_ordered=True))
+        assert torch.equal(activated, activated_rows(ordered, gate_up, rows, way, is_ordered=True)[0])
+    narrowed, _ = narrowed_rows(activated, down, rows, tiling)
     counts = rows.tiles.starts.diff().long()
     for got, product in ((activated, lambda part, expert: gated(part @ gate_up[expert].double().flatten(0, 1).mT)),
-                         (narrowed_rows(activated, down, rows, tiling), lambda part, expert: part @ down[expert].double().mT)):
+                         (narrowed, lambda part, expert: part @ down[expert].double().mT)):
         source = ordered if got is activated else activated
         want = torch.cat([product(part.double(), expert) for expert, part in enumerate(source.split(counts.tolist()))])
         # Gate and up are rounded before they meet.
+        assert (got - want).abs().max() <= 2**-7 * want.abs().max()
+    # A dense feed-forward in the same launches, which changes nothing of the others.
+    wider = inner + 64 + 8
+    dense = Dense(x * 0.5, *((draw(*shape, dtype=torch.float32, device=device, grad=False) * shape[-1]**-0.5).to(BF16)
+                             for shape in ((2, wider, hidden), (hidden, wider))))
+    same, dense_activated = activated_rows(x, gate_up, rows, tiling, dense=dense)
+    again, dense_y = narrowed_rows(same, down, rows, tiling, dense=dense, dense_activated=dense_activated)
+    assert torch.equal(same, activated) and torch.equal(again, narrowed)
+    for got, want in ((dense_activated, gated(dense.x.double() @ dense.gate_up.double().flatten(0, 1).mT)),
+                      (dense_y, dense_activated.double() @ dense.down.double().mT)):
         assert (got - want).abs().max() <= 2**-7 * want.abs().max()
 
 
@@ -151,9 +162,8 @@ def test_finish_layer(device):
 
 
 @DEVICES
-@pytest.mark.parametrize("is_clean", [False, True])
-@pytest.mark.parametrize("few", [True, False])
-def test_the_stack_is_the_blocks(is_clean, few, device, monkeypatch):
+@pytest.mark.parametrize("is_clean, few, together", [(False, True, False), (True, True, True), (True, False, False)])
+def test_the_stack_is_the_blocks(is_clean, few, together, device, monkeypatch):
     """As far from the blocks in fp32 as the blocks in bf16 are, whichever products the experts take; the caches too."""
     need_kernels(device)
     from megatron_dllm.kernels import grouped_decode
@@ -163,6 +173,7 @@ def test_the_stack_is_the_blocks(is_clean, few, device, monkeypatch):
     tiling = grouped_decode.DecodeTiling(16, 64, 64, 4, 2)
     monkeypatch.setattr(grouped_decode, "UP_TILING", tiling)
     monkeypatch.setattr(grouped_decode, "DOWN_TILING", tiling)
+    monkeypatch.setattr(grouped_decode, "TOGETHER_DOWN_TILING", tiling)
     config = dataclasses.replace(CONFIG, num_experts=4)
     rounded = toy_model(BF16, config=config).requires_grad_(False)
     exact = toy_model(torch.float32, config=config).requires_grad_(False)
@@ -187,7 +198,8 @@ def test_the_stack_is_the_blocks(is_clean, few, device, monkeypatch):
         exact, rounded = exact.to(device), rounded.to(device)
         want = result(exact, lambda *inputs: exact.run_layers(*inputs)[0])
         plain = result(rounded, lambda *inputs: rounded.run_layers(*inputs)[0])
-        got = result(rounded, DecodeStack(list(rounded.layers.values()), rounded.final_norm.weight))
+        way = decode_stack.Way(prefetched=4096 if device == "cuda" else 0, together=together)
+        got = result(rounded, DecodeStack(list(rounded.layers.values()), rounded.final_norm.weight, way))
     for ours, blocks, exactly in zip(got, plain, want, strict=True):
         allowed = 2 * (blocks - exactly).abs().max() + 2**-8 * exactly.abs().max()
         assert (ours - exactly).abs().max() <= allowed
