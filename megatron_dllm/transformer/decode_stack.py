@@ -53,7 +53,8 @@ def _is_plain(block: TransformerBlock) -> bool:
     linears = [block.mlp.gate_up, block.mlp.down, attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
     norms = [module for module in block.modules() if isinstance(module, RMSNorm)]
     return (experts.backend == "grouped_mlp" and has_large_shared_memory(experts.down.device) and block.tp.size == 1
-            and attention.turn is norm_and_rotate_pair and block.moe.router.adapter is unadapted and block.moe.router.bias is None and all(norm.function is rms_norm for norm in norms)
+            and attention.turn is norm_and_rotate_pair and block.moe.router.adapter is unadapted and block.moe.router.bias is None
+            and all(norm.function is rms_norm for norm in norms)
             and all(linear is None or linear.adapter is unadapted and linear.product is F.linear for linear in linears))
 
 
