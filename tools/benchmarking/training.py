@@ -8,7 +8,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -134,10 +135,10 @@ def _run_row(row: Row, config: ModelConfig, device: torch.device, dtype: torch.d
     model = calm_model(config, device, dtype)
     workload = synthetic(config, row.batch, row.seq_length, device, objective=objective)
     repeats = arguments.repeats
-    step = _training_step(model, workload) if row.optimizer else _forward_backward(model, workload)
-    ours = measure(step, device, warmup=3, repeats=repeats)
-    # Masters are stepped by fp32 gradients of their own.
-    own = "float32" if row.optimizer else gradient_dtypes(model.parameters())
+    with _step(row, model, workload) as step:
+        ours = measure(step, device, warmup=3, repeats=repeats)
+        # Masters are stepped by fp32 gradients of their own.
+        own = "float32" if row.optimizer else gradient_dtypes(model.parameters())
     mfu = utilization(config, workload, ours.median, device)
     del step
     lines = []
@@ -199,8 +200,16 @@ def _forward_backward(model: DiffusionGemma, workload: Workload) -> Callable[[],
     return lambda: graphs(workload.inputs).total.item()
 
 
-def _training_step(model: DiffusionGemma, workload: Workload) -> Callable[[], float]:
-    """A whole step with fp32 masters, moments and gradients."""
-    optimizer = MasterOptimizer(model, OptimizerConfig(lr=0.0, min_lr=0.0, weight_decay=0.0), model.context)
-    graphs = graphed(model, limit=1, message=print)
-    return lambda: train_step(model, optimizer, [workload.inputs], 0.0, graphs=graphs).loss
+@contextmanager
+def _step(row: Row, model: DiffusionGemma, workload: Workload) -> Iterator[Callable[[], float]]:
+    """Our step, of which nothing is left on the device afterwards."""
+    if row.optimizer:
+        # A whole step with fp32 masters, moments and gradients.
+        optimizer = MasterOptimizer(model, OptimizerConfig(lr=0.0, min_lr=0.0, weight_decay=0.0), model.context)
+        graphs = graphed(model, limit=1, message=print)
+        yield lambda: train_step(model, optimizer, [workload.inputs], 0.0, graphs=graphs).loss
+        optimizer.buckets.release()
+    else:
+        yield _forward_backward(model, workload)
+    for parameter in model.parameters():
+        parameter.grad = parameter.main_gradient = None
