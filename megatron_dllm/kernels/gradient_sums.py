@@ -9,7 +9,7 @@ from torch import Tensor
 from .launch import processors
 from .pieces import CHUNK, Pieces
 
-BLOCK = 2048
+BLOCK = 1024
 WARPS = 4
 PROGRAMS = 8  # a processor
 

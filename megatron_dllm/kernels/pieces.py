@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-CHUNK = 16384  # elements of a program at most
+CHUNK = 4096  # elements of a program at most: AdamW takes 41.1 ms for 5.65 G elements, with 16384 42.1 (H200)
 ALIGNMENT = 16  # bytes: what a thread reads at once
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import warnings
 
 import pytest
 import torch
@@ -16,9 +17,12 @@ from megatron_dllm.training.optimizer import MasterOptimizer
 from tests.unit.kernel_cases import DEVICES, need_kernels
 from tests.unit.test_gradient_buckets import SHAPES, Parameters
 
-# A chunk is 16384 elements, a block 1024.
-SIZES = (1, 7, 1023, 1024, 1025, 2**14 + 5)
+# A chunk is 4096 elements, a block 1024.
+SIZES = (1, 7, 1023, 1024, 1025, 2**12 - 1, 2**12, 2**12 + 5, 2**13)
 UNIT = torch.finfo(torch.float32).eps
+# torch's own kernel on a GPU is up to 2.3e-5 of an update away from float64 where ours is 3e-6 away (H200, torch 2.11): in fp32, 1 - 0.999
+# is off by 1.3e-5. Three updates of at most 0.1.
+CLOSE = {"cpu": {"rtol": 1e-6, "atol": 1e-7}, "cuda": {"rtol": 1e-6, "atol": 3 * 0.1 * 2.3e-5}}
 
 
 def draw_rows(device, copy_dtype):
@@ -118,7 +122,7 @@ def test_the_optimizer_steps_as_with_torch(distributed, device):
     ours, theirs = results
     assert ours.keys() == theirs.keys() and len(ours) == 3 * len(SHAPES)
     for name, value in theirs.items():
-        assert torch.allclose(ours[name], value, rtol=1e-6, atol=1e-7), name
+        assert torch.allclose(ours[name], value, **CLOSE[device]), name
 
 
 @DEVICES
@@ -154,7 +158,7 @@ def test_a_run_goes_on_under_the_other(before, after, device):
     second.refresh_parameters()
     train(model, second, (2.0,))
     for name, value in values(model, second).items():
-        assert torch.allclose(value, expected[name], rtol=1e-6, atol=1e-7), name
+        assert torch.allclose(value, expected[name], **CLOSE[device]), name
 
 
 @DEVICES
@@ -203,8 +207,10 @@ def test_local_is_the_kernel_on_a_gpu():
     assert algorithm_of("local", [single]) is by_kernel and algorithm_of("local", [single, single.double()]) is adamw
     model, optimizer = make("cuda", None)
     assert optimizer.algorithm is by_kernel and optimizer.sums.by_kernel
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        train(model, optimizer, (1.0, 0.5))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that this mode may miss something
+        try:
+            torch.cuda.set_sync_debug_mode("error")
+            train(model, optimizer, (1.0, 0.5))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
