@@ -1,9 +1,10 @@
-"""mHC's mappings of a token's streams, forward and backward: the projection with the row's norm, then gates and Sinkhorn's rounds on chip.
+"""mHC's mappings of a token's streams, forward and backward: the projection with the row's norm, then gates and Sinkhorn's rounds on chip,
+in the forward by the program that reads the token's streams.
 
-Legend: T tokens, n streams (STREAMS: n up to a power of two), O = n^2 + 2n outputs of the projection (PADDED: a power of two, at least
-16). Matrices are [n, T, n], tokens between rows and columns: a warp then has whole matrices, and no sum of Sinkhorn's waits for another
-warp (with tokens first Triton deals the rows out to warps, which meet in every one of 40 rounds). The formulas, and the same in plain
-torch, are in transformer/hyper_connection.py.
+Legend: T tokens, n streams (STREAMS: n up to a power of two), C hidden, O = n^2 + 2n outputs of the projection (PADDED: a power of two,
+at least 16). Matrices of several tokens are [n, T, n], tokens between rows and columns: a warp then has whole matrices, and no sum of
+Sinkhorn's waits for another warp (with tokens first Triton deals the rows out to warps, which meet in every one of 40 rounds). The
+formulas, and the same in plain torch, are in transformer/hyper_connection.py.
 """
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ EPSILON = tl.constexpr(1e-6)  # beside the norm of x, and the least denominator 
 ROWS, COLUMNS, WARPS, STAGES = 64, 64, 4, 3  # of a tile of the projection
 # Programs along a row: 80 tiles of 5120 tokens alone do not fill the 132 processors of an H200.
 SPLITS = 8
-TOKENS = 8  # whose mappings a program of 4 warps makes: a matrix of 4 x 4 a token is a number a thread
+TOKENS = 8  # whose gradients a program of 4 warps makes: a matrix of 4 x 4 a token is a number a thread
+READ_COLUMNS = 1024  # of each stream that a program of 4 warps reads at once: 8 numbers a thread, 16 bytes of bf16
 
 
 @triton.jit
@@ -106,34 +108,43 @@ def _sigmoid(x):
 
 
 @triton.jit
-def _mappings(partial, alpha, bias, projected, root, pre, post, res, num_rows, WIDTH: tl.constexpr, n: tl.constexpr, STREAMS: tl.constexpr,
-              ITERATIONS: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr):
-    """projected [T, O], root = |x| / sqrt(WIDTH) [T], H_pre [T, n], H_post [T, n], H_res [T, n, n] of partial [SPLITS, T, O + 1]."""
+def _read(partial, alpha, bias, x, u, pre, post, res, projected, root, num_rows, HIDDEN: tl.constexpr, n: tl.constexpr,
+          STREAMS: tl.constexpr, ITERATIONS: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Of one token: u [T, C] = H_pre x; H_pre [T, n], H_post [T, n], H_res [T, n, n]; projected [T, O] and root = |x| / sqrt(nC) [T] of
+    partial [SPLITS, T, O + 1]. Programs that are at Sinkhorn's rounds leave the memory to others: every warp makes the same few numbers."""
     OUTPUTS: tl.constexpr = n * n + 2 * n
-    row, i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, STREAMS)
-    in_rows, in_gate = row < num_rows, (row < num_rows)[:, None] & (i < n)[None, :]
-    in_matrix, entry = (i < n)[:, None, None] & in_gate[None, :, :], i[:, None] * n + i[None, :]
-    size = tl.sqrt_rn(tl.div_rn(_sum_splits(partial, row * (OUTPUTS + 1) + OUTPUTS, in_rows, num_rows, OUTPUTS, SPLITS),
-                                tl.full((ROWS,), WIDTH, tl.float32)))
-    tl.store(root + row, size, mask=in_rows)
-    inverse = tl.div_rn(tl.full((ROWS,), 1.0, tl.float32), size + EPSILON)
-    for gate in tl.static_range(2):
-        output = gate * n + i
-        product = _sum_splits(partial, row[:, None] * (OUTPUTS + 1) + output[None, :], in_gate, num_rows, OUTPUTS, SPLITS)
-        tl.store(projected + row[:, None] * OUTPUTS + output[None, :], product, mask=in_gate)
-        h = inverse[:, None] * product * tl.load(alpha + gate) + tl.load(bias + output, mask=i < n, other=0.0)[None, :]
-        if gate == 0:
-            tl.store(pre + row[:, None] * n + i[None, :], _sigmoid(h), mask=in_gate)
-        else:
-            tl.store(post + row[:, None] * n + i[None, :], 2 * _sigmoid(h), mask=in_gate)
-    product = _sum_splits(partial, row[None, :, None] * (OUTPUTS + 1) + 2 * n + entry[:, None, :], in_matrix, num_rows, OUTPUTS, SPLITS)
-    tl.store(projected + row[None, :, None] * OUTPUTS + 2 * n + entry[:, None, :], product, mask=in_matrix)
-    bound = tl.load(bias + 2 * n + entry, mask=(i < n)[:, None] & (i < n)[None, :], other=0.0)
-    matrix = _exponentials(inverse[None, :, None] * product * tl.load(alpha + 2) + bound[:, None, :], in_matrix)
+    row, i, one = tl.program_id(0).to(tl.int64), tl.arange(0, STREAMS), tl.full((), 1.0, tl.float32)
+    at, first = row * (OUTPUTS + 1), row * OUTPUTS
+    size = tl.sqrt_rn(tl.div_rn(_sum_splits(partial, at + OUTPUTS, True, num_rows, OUTPUTS, SPLITS), tl.full((), n * HIDDEN, tl.float32)))
+    tl.store(root + row, size)
+    inverse, gates = tl.div_rn(one, size + EPSILON), ()
+    for j in tl.static_range(n):
+        product = _sum_splits(partial, at + j, True, num_rows, OUTPUTS, SPLITS)
+        gate = tl.div_rn(one, 1.0 + tl.exp(-(inverse * product * tl.load(alpha) + tl.load(bias + j))))
+        tl.store(projected + first + j, product)
+        tl.store(pre + row * n + j, gate)
+        gates = gates + (gate,)
+    for start in range(0, HIDDEN, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        inside = column < HIDDEN
+        out = tl.zeros((COLUMNS,), tl.float32)
+        for j in tl.static_range(n):
+            out += gates[j] * tl.load(x + (row * n + j) * HIDDEN + column, mask=inside, other=0.0).to(tl.float32)
+        tl.store(u + row * HIDDEN + column, out.to(u.dtype.element_ty), mask=inside)
+    output, in_gate = n + i, i < n
+    product = _sum_splits(partial, at + output, in_gate, num_rows, OUTPUTS, SPLITS)
+    tl.store(projected + first + output, product, mask=in_gate)
+    h = inverse * product * tl.load(alpha + 1) + tl.load(bias + output, mask=in_gate, other=0.0)
+    tl.store(post + row * n + i, 2 * _sigmoid(h), mask=in_gate)
+    entry, in_matrix = (i[:, None] * n + i[None, :])[:, None, :], (in_gate[:, None] & in_gate[None, :])[:, None, :]
+    product = _sum_splits(partial, at + 2 * n + entry, in_matrix, num_rows, OUTPUTS, SPLITS)
+    tl.store(projected + first + 2 * n + entry, product, mask=in_matrix)
+    h = inverse * product * tl.load(alpha + 2) + tl.load(bias + 2 * n + entry, mask=in_matrix, other=0.0)
+    matrix = _exponentials(h, in_matrix)
     for _ in range(ITERATIONS):
         matrix, _sums, _free = _divide_rows(matrix)
         matrix, _sums, _free = _divide_columns(matrix)
-    tl.store(res + row[None, :, None] * n * n + entry[:, None, :], matrix, mask=in_matrix)
+    tl.store(res + row * n * n + entry, matrix, mask=in_matrix)
 
 
 @triton.jit
@@ -204,12 +215,13 @@ def pieces_of(dtype: torch.dtype) -> tuple[int, torch.dtype]:
     return (3, torch.bfloat16) if dtype == torch.bfloat16 else (1, torch.float32)
 
 
-def mappings(x: Tensor, weight: Tensor, alpha: Tensor, bias: Tensor, num_streams: int,
-             iterations: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """H_pre [T, n], H_post [T, n], H_res [T, n, n], then x W^T [T, O] and |x| / sqrt(nC) [T] of x [T, nC], all fp32."""
+def read(x: Tensor, weight: Tensor, alpha: Tensor, bias: Tensor, num_streams: int, iterations: int) -> tuple[Tensor, ...]:
+    """u = H_pre x [T, C] in the dtype of x [T, nC]; then H_pre [T, n], H_post [T, n], H_res [T, n, n], x W^T [T, O] and |x| / sqrt(nC) [T],
+    all fp32."""
     (num_rows, width), outputs, n = x.shape, len(weight), num_streams
+    hidden, u = width // n, torch.empty(num_rows, width // n, dtype=x.dtype, device=x.device)
     shapes = (num_rows, n), (num_rows, n), (num_rows, n, n), (num_rows, outputs), (num_rows,)
-    pre, post, res, projected, root = made = tuple(torch.empty(shape, dtype=torch.float32, device=x.device) for shape in shapes)
+    made = tuple(torch.empty(shape, dtype=torch.float32, device=x.device) for shape in shapes)
     if num_rows:
         partial = torch.empty(SPLITS, num_rows, outputs + 1, dtype=torch.float32, device=x.device)
         span = triton.cdiv(triton.cdiv(width, SPLITS), COLUMNS) * COLUMNS
@@ -221,10 +233,9 @@ def mappings(x: Tensor, weight: Tensor, alpha: Tensor, bias: Tensor, num_streams
         _project[(triton.cdiv(num_rows, ROWS), SPLITS)](
             x, factor, partial, num_rows, WIDTH=width, OUTPUTS=outputs, PADDED=max(16, next_power_of_2(outputs)), PIECES=pieces, SPAN=span,
             ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS, num_stages=STAGES)
-        _mappings[(triton.cdiv(num_rows, TOKENS),)](
-            partial, alpha, bias, projected, root, pre, post, res, num_rows, WIDTH=width, n=n, STREAMS=next_power_of_2(n),
-            ITERATIONS=iterations, SPLITS=SPLITS, ROWS=TOKENS, num_warps=4)
-    return made
+        _read[(num_rows,)](partial, alpha, bias, x, u, *made, num_rows, HIDDEN=hidden, n=n, STREAMS=next_power_of_2(n),
+                           ITERATIONS=iterations, SPLITS=SPLITS, COLUMNS=min(READ_COLUMNS, next_power_of_2(hidden)), num_warps=4)
+    return u, *made
 
 
 def mappings_backward(projected: Tensor, root: Tensor, alpha: Tensor, bias: Tensor, dpre: Tensor, dpost: Tensor, dres: Tensor, width: int,

@@ -1,4 +1,4 @@
-"""What mHC does with the streams themselves, each number moved once: aggregate (read), merge (write), and their gradients.
+"""What mHC does with the streams themselves, each number moved once: merge (write), its gradients, and those of a read.
 
 Legend: T tokens, n streams, C hidden (HIDDEN); x [T, n*C], streams one after the other. A merge reads (n + 1) C numbers a token and writes
 n C. The formulas, and the same in plain torch, are in transformer/hyper_connection.py.
@@ -25,19 +25,6 @@ SUMMED_ROWS, PRODUCT_COLUMNS, SPLITS, STAGES = 64, 128, 3, 3
 @triton.jit
 def _load(start, at, inside):
     return tl.load(start + at, mask=inside, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _aggregate(x, pre, u, HIDDEN: tl.constexpr, n: tl.constexpr, COLUMNS: tl.constexpr):
-    """u [T, C] = H_pre x."""
-    row = tl.program_id(0).to(tl.int64)
-    for start in range(0, HIDDEN, COLUMNS):
-        column = start + tl.arange(0, COLUMNS)
-        inside = column < HIDDEN
-        out = tl.zeros((COLUMNS,), tl.float32)
-        for i in tl.static_range(n):
-            out += tl.load(pre + row * n + i) * _load(x + (row * n + i) * HIDDEN, column, inside)
-        tl.store(u + row * HIDDEN + column, out.to(u.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -177,16 +164,6 @@ def _merge_backward(x, y, post, scale, grad, dy, dpost, dres, HIDDEN: tl.constex
 
 def _columns(hidden: int, most: int) -> int:
     return min(most, next_power_of_2(hidden))
-
-
-def aggregate(x: Tensor, pre: Tensor) -> Tensor:
-    """u = H_pre x, [T, C] in x's dtype."""
-    (num_rows, width), n = x.shape, pre.shape[1]
-    u = torch.empty(num_rows, width // n, dtype=x.dtype, device=x.device)
-    if num_rows:
-        _aggregate[(num_rows,)](x, pre, u, HIDDEN=width // n, n=n, COLUMNS=_columns(width // n, COLUMNS),
-                                num_warps=4)
-    return u
 
 
 def read_products(x: Tensor, du: Tensor) -> Tensor:

@@ -227,12 +227,11 @@ class Mapped(NamedTuple):
 def read(x: Tensor, weights: Weights) -> tuple[Tensor, Mapped]:
     """u = H_pre x, [T, C]."""
     if takes(x, weights.weight):
-        from ..kernels import hyper_connection_mappings, hyper_connection_streams
+        from ..kernels import hyper_connection_mappings as kernel
 
-        x = x.contiguous()
         w = weights
-        mapped = Mapped(*hyper_connection_mappings.mappings(x, w.weight, w.alpha, w.bias, w.num_streams, w.iterations))
-        return hyper_connection_streams.aggregate(x, mapped.pre), mapped
+        u, *mapped = kernel.read(x.contiguous(), w.weight, w.alpha, w.bias, w.num_streams, w.iterations)
+        return u, Mapped(*mapped)
     return read_in_torch(x, weights)
 
 

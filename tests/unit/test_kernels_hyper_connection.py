@@ -61,8 +61,9 @@ def test_read(shape, scaled, dtype, device):
     weights, wide = (plain.Weights(*p, n, ITERATIONS) for p in (parameters, doubled(parameters)))
     exact_u, exact = plain.read_in_torch(x.double(), wide)
     plain_u, theirs = plain.read_in_torch(x, weights)
-    mapped = plain.Mapped(*hyper_connection_mappings.mappings(x, *parameters, n, ITERATIONS))
-    assert_close([hyper_connection_streams.aggregate(x, mapped.pre), *mapped], [plain_u, *theirs], [exact_u, *exact])
+    u, *mapped = hyper_connection_mappings.read(x, *parameters, n, ITERATIONS)
+    mapped = plain.Mapped(*mapped)
+    assert_close([u, *mapped], [plain_u, *theirs], [exact_u, *exact])
 
     expected = plain.read_backward_in_torch(x.double(), wide, exact, *doubled(grads))
     plainly = plain.read_backward_in_torch(x, weights, theirs, *grads)
@@ -101,7 +102,7 @@ def test_kernels_repeat_bit_for_bit(device):
 
     def once():
         x, parameters, grads = read_inputs((70, 4, 24), torch.bfloat16, device)
-        pre, post, res, projected, root = made = hyper_connection_mappings.mappings(x, *parameters, 4, ITERATIONS)
+        _, pre, post, res, projected, root = made = hyper_connection_mappings.read(x, *parameters, 4, ITERATIONS)
         found = hyper_connection_mappings.mappings_backward(
             projected, root, *parameters[1:], hyper_connection_streams.read_products(x, grads[0]), *grads[3:], x.shape[1], ITERATIONS,
             x.dtype)

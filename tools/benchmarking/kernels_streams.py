@@ -62,8 +62,8 @@ def _kernels() -> dict[str, Callable[..., Any]]:
     from megatron_dllm.kernels import hyper_connection_streams as kernel
 
     def read(x: Tensor, w: streams.Weights) -> tuple[Tensor, streams.Mapped]:
-        mapped = streams.Mapped(*mappings.mappings(x, w.weight, w.alpha, w.bias, w.num_streams, w.iterations))
-        return kernel.aggregate(x, mapped.pre), mapped
+        u, *mapped = mappings.read(x, w.weight, w.alpha, w.bias, w.num_streams, w.iterations)
+        return u, streams.Mapped(*mapped)
 
     def read_backward(x: Tensor, w: streams.Weights, mapped: streams.Mapped, du: Tensor, grad: Tensor, scale: Tensor, dpost: Tensor,
                       dres: Tensor):
