@@ -3,12 +3,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 from ..config import GenerationConfig
 from ..data.tokenizers import Tokenizer
-from ..diffusion.sampler import Observer
+from ..diffusion.sampler import Denoiser, Observer
 from ..models.diffusion_gemma.loading import load_for_inference
 from ..models.diffusion_gemma.model import DiffusionGemma
 from ..models.diffusion_gemma.static_session import session_maker
@@ -40,6 +41,10 @@ class LoadedModel:
     def complete(self, prompts: Sequence[Sequence[int]], config: GenerationConfig, *, seed: int, batch_size: int,
                  observe: Callable[[int], Observer | None] | None = None) -> Iterator[Completion]:
         """See completions.complete."""
-        session = session_maker(self.model)
-        return complete(lambda rows: session(rows, config.max_new_tokens), prompts, config, self.ends, seed=seed, batch_size=batch_size,
-                        observe=observe)
+        return complete(lambda rows: self._session(rows, config.max_new_tokens), prompts, config, self.ends, seed=seed,
+                        batch_size=batch_size, observe=observe)
+
+    @cached_property
+    def _session(self) -> Callable[[int, int], Denoiser]:
+        """What makes sessions; what one has recorded serves later ones."""
+        return session_maker(self.model)
