@@ -6,7 +6,8 @@
 #
 # Data: rows of OpenAI messages, ShareGPT, prompt and completion or Alpaca (README.md); packed to rows of 2048 tokens.
 # The model itself is frozen and held once, in bf16; adapters of rank 16 have fp32 masters and compute in bf16. SAVE gets the adapters
-# alone, SAVE/peft the same in PEFT's format. Two epochs; the loss to expect depends on the data. Measured on GPUs: not yet.
+# alone, SAVE/peft the same in PEFT's format. Two epochs; the loss to expect depends on the data. Measured on one H200, on random weights
+# (MODEL=random): 51 GiB, 0.73 s a row.
 set -euo pipefail
 NEEDS="MODEL DATA SAVE"
 FULL_PROCESSES=1 TOY_PROCESSES=1
