@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tools.benchmarking.exposed import Work, after_first, exposure, intersection, read_trace, union
+from tools.benchmarking.exposed import Work, after_first, exposure, intersection, read_trace, table_of, union
 
 COMBINE = "void deep_ep::intranode::combine<__nv_bfloat16, 2, 768, 4096>(...)"
 
@@ -69,3 +69,9 @@ def test_after_first():
     meeting, step = Work("ncclDevKernel_AllReduce_Sum_f32_RING_LL(...)", 5, 9), Work("gemm", 9, 10)
     later = Work("ncclDevKernel_AllReduce_Sum_f32_RING_LL(...)", 11, 12)
     assert after_first("all-reduce", [Work("fill", 1, 2), later, step, Work("copy", 6, 8), meeting]) == [later, step]
+
+
+def test_table_of_kernels():
+    work = [Work("a", 0, 1000), Work("b", 500, 4500), Work("a", 5000, 6000)]
+    first, most, *rest = table_of(work, 1).splitlines()
+    assert first.split() == "3 kernels, busy 5.5 of 6.0 ms".split() and most.split() == "4.000 ms 1 x 4000.0 us b".split() and not rest

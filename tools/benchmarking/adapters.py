@@ -22,6 +22,7 @@ from megatron_dllm.training.optimizer import MasterOptimizer
 from megatron_dllm.training.step import train_step
 from megatron_dllm.transformer.precision import freeze
 
+from .exposed import kernel_table
 from .peers import TransformersStep, share_weights, untied_model
 from .workload import DeviceNormal, Timing, Workload, calm_model, measure, real_width, release_memory, synthetic, toy_width, utilization
 
@@ -47,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, default=30, help="Layers, every sixth and the last a full one.")
     parser.add_argument("--seq-length", type=int, default=1024, help="Tokens of a row, half of them a prompt.")
     parser.add_argument("--repeats", type=int, default=4, help="Timed steps of each row and side.")
+    parser.add_argument("--kernels", type=int, default=0, metavar="N", help="Print the N kernels that take longest in each of our steps.")
     parser.add_argument("--limit", type=float, default=115.0, help="Seconds after which no further row is begun.")
     parser.add_argument("--no-peer", action="store_true", help="Without transformers and PEFT beside it.")
     parser.add_argument("--toy", action="store_true", help="Toy width, on any device.")
@@ -158,7 +160,10 @@ class Suite:
             model.routing.drain()
             return loss
 
-        return measure(step, self.device, warmup=3 if row.graphs else 2, repeats=self.arguments.repeats)
+        timing = measure(step, self.device, warmup=3 if row.graphs else 2, repeats=self.arguments.repeats)
+        if self.arguments.kernels and self.device.type == "cuda":
+            print(kernel_table(step, self.arguments.kernels), flush=True)
+        return timing
 
     def _note(self, row: Row, name: str, ours: Timing, peer: Timing | None) -> None:
         tokens = self.works[row.batch].num_tokens

@@ -110,10 +110,36 @@ def profile(step: Callable[[], object], meet: Callable[[], object]) -> list[Work
         meet()
         step()
         torch.cuda.synchronize()
+    return after_first("all-reduce", work_of(profiled))
+
+
+def kernel_table(step: Callable[[], object], rows: int) -> str:
+    """What takes the device longest in a step, by kernel, one line each, after a line with the sum."""
+    step()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
+        step()
+        torch.cuda.synchronize()
+    return table_of(work_of(profiled), rows)
+
+
+def table_of(work: Sequence[Work], rows: int) -> str:
+    """The `rows` names with the most time: milliseconds, times it ran, microseconds each."""
+    by_name: dict[str, list[float]] = {}
+    for w in work:
+        by_name.setdefault(w.name, []).append(w.end - w.start)
+    most = sorted(by_name.items(), key=lambda item: -sum(item[1]))
+    busy = length(union((w.start, w.end) for w in work))
+    span = (max(w.end for w in work) - min(w.start for w in work)) / 1e3
+    return "\n".join([f"  {len(work)} kernels, busy {busy:.1f} of {span:.1f} ms"] + [
+        f"  {sum(times) / 1e3:9.3f} ms {len(times):6d} x {sum(times) / len(times):8.1f} us  {name[:100]}" for name, times in most[:rows]])
+
+
+def work_of(profiled: torch.profiler.profile) -> list[Work]:
+    """What the device did while it was profiled."""
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace.json"
         profiled.export_chrome_trace(str(trace))
-        return after_first("all-reduce", read_trace(json.loads(trace.read_text())))
+        return read_trace(json.loads(trace.read_text()))
 
 
 def after_first(kind: str, work: Sequence[Work]) -> list[Work]:

@@ -23,6 +23,7 @@ from megatron_dllm.training.optimizer import MasterOptimizer
 from megatron_dllm.training.step import train_step
 from megatron_dllm.training.throughput import describe_peak, peak_of
 
+from .exposed import kernel_table
 from .peers import TransformersStep, transformers_model
 from .workload import Timing, Workload, calm_model, gradient_dtypes, measure, real_width, release_memory, synthetic, toy_width, utilization
 
@@ -58,6 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", nargs="*", metavar="NAME", help="Rows to run, by name; all of them if not given.")
     parser.add_argument("--nemo", action="store_true", help="NeMo AutoModel beside them, which must be installed.")
     parser.add_argument("--repeats", type=int, default=5, help="Timed steps of each row and side.")
+    parser.add_argument("--kernels", type=int, default=0, metavar="N", help="Print the N kernels that take longest in each of our steps.")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -139,6 +141,8 @@ def _run_row(row: Row, config: ModelConfig, device: torch.device, dtype: torch.d
         ours = measure(step, device, warmup=3, repeats=repeats)
         # Masters are stepped by fp32 gradients of their own.
         own = "float32" if row.optimizer else gradient_dtypes(model.parameters())
+        if arguments.kernels and device.type == "cuda":
+            print(f"{row.name}\n{kernel_table(step, arguments.kernels)}", flush=True)
     mfu = utilization(config, workload, ours.median, device)
     del step
     lines = []
