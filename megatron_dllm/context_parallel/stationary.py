@@ -158,17 +158,14 @@ def _coming(key: Tensor, value: Tensor, plan: PairsPlan, cp: Group) -> Iterator[
         meeting = plan.meetings[distance - 1]
         return start_shift(meeting.send.take(held), cp, distance, (meeting.num_received, *held.shape[1:]))
 
-    pending = start(1)
-
-    def each() -> Iterator[tuple[Meeting, Tensor]]:
-        nonlocal pending
+    def each(pending: Pending) -> Iterator[tuple[Meeting, Tensor]]:
         for distance, meeting in enumerate(plan.meetings, start=1):
             received = pending.wait()
             if distance < len(plan.meetings):
                 pending = start(distance + 1)
             yield meeting, received
 
-    return each()
+    return each(start(1))  # the first ones are under way before anything is asked for
 
 
 def _add(total: Tensor, meeting: Meeting, pending: Pending) -> None:
