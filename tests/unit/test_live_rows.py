@@ -1,13 +1,22 @@
 """Rows without a gradient: what skips them gives what autograd makes of zeros there, and drafts are such rows."""
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron_dllm.config import LoRAConfig, ObjectiveConfig
+from megatron_dllm.diffusion.inputs import to_device
+from megatron_dllm.models.diffusion_gemma.lora import add_adapters
+from megatron_dllm.parallel import ParallelContext
 from megatron_dllm.tensor_parallel import linear
 from megatron_dllm.tensor_parallel.adapted_linear import Factors, adapted_linear
+from megatron_dllm.tensor_parallel.initialization import Initializer
 from megatron_dllm.tensor_parallel.live_rows import live_linear
-from tests.unit.toy import toy_inputs, toy_model, toy_plan
+from megatron_dllm.transformer import core_attention
+from tests.unit.kernel_cases import DEVICES, need_kernels
+from tests.unit.toy import CONFIG, toy_inputs, toy_model, toy_plan
 
 ROWS, LIVE, DEPTH = 11, 7, 6
 SHAPES = [(5, DEPTH), (2, 4, DEPTH)]
@@ -70,3 +79,46 @@ def test_drafts_are_not_live(seed, monkeypatch):
         found.append([p.grad for p in model.parameters()])
     for plain, skipped in zip(*found, strict=True):
         torch.testing.assert_close(skipped, plain, rtol=1e-10, atol=1e-14)
+
+
+def without_live(value):
+    """Inputs that say nothing of which rows are live."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        known = {"num_live": None, "live": None}
+        return type(value)(**{f.name: known[f.name] if f.name in known else without_live(getattr(value, f.name))
+                              for f in dataclasses.fields(value)})
+    return {k: without_live(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+
+@DEVICES
+@pytest.mark.parametrize("has_adapters", [False, True])
+def test_kernels_skip_drafts(has_adapters, device, monkeypatch):
+    """With the kernels of attention and experts, which leave rows of drafts unwritten in the backward: the same gradients."""
+    need_kernels(device)
+    place = torch.device(device)
+    config = dataclasses.replace(CONFIG, num_layers=2, layer_types=("sliding", "full"))
+    if device == "cpu":
+        monkeypatch.setattr(core_attention, "takes_attention", lambda *x: True)
+        monkeypatch.setattr(linear, "_num_live", lambda x, tp, draws: draws and draws.num_live)
+    objective = ObjectiveConfig(self_conditioning_prob=1.0)
+    inputs = to_device(toy_inputs(toy_plan(objective, ((5, 6), (3, 8)), config=config), objective=objective, config=config,
+                                  dtype=torch.float32), place)
+    model = toy_model(torch.bfloat16, config=config, context=ParallelContext.single(place))
+    for block in model.layers.values():
+        block.moe.experts.by_kernels = True
+    if has_adapters:
+        add_adapters(model, LoRAConfig(lora_rank=4, lora_targets=("attention", "mlp")), Initializer(3, 0.1))
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith("adapter.b"):
+                    parameter.fill_(0.05)
+    trained, found = [p for p in model.parameters() if p.requires_grad], []
+    known = inputs.first_pass
+    assert known.draws.num_live == known.routed.num_live == known.num_clean and known.layers["full"].attention.tiles.live is not None
+    for given in (inputs, without_live(inputs)):
+        loss = model(given).total
+        found.append((loss.item(), torch.autograd.grad(loss, trained)))
+        model.routing.drain()
+    assert found[0][0] == found[1][0]
+    for ours, want in zip(found[0][1], found[1][1], strict=True):
+        assert ours.isfinite().all() and (ours.float() - want.float()).norm() <= 2**-6 * want.float().norm() + 1e-7
