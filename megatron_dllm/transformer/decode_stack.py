@@ -30,12 +30,13 @@ from .rotary import norm_and_rotate_pair
 from .token_pass import LayerPass, TokenPass
 
 FEW_ROWS = 48  # of an expert, on average, up to which the kernels for few rows are taken
+MOST_TOGETHER = 256  # tokens whose dense MLP may run in the launches of the experts: more read its weights again and again
 
 
 @dataclass(frozen=True)
 class Way:
     """prefetched: bytes of the experts' first weights that are asked for beside the router (0: nothing is). together: where experts have
-    few rows, the dense MLP runs in the launches of the experts, which wait for memory, not beside the router."""
+    few rows, the dense MLP of few tokens runs in the launches of the experts, which wait for memory, not beside the router."""
 
     prefetched: int = 0
     together: bool = False
@@ -121,7 +122,7 @@ class DecodeLayer:
             x, attended, block.post_attention_layernorm.weight, readers, router.root, eps)
         self._ask_for(block.moe.experts.gate_up, self.way.prefetched, beside)
         is_few = len(x) * router.topk <= FEW_ROWS * len(router.weight)
-        together = is_few and self.way.together
+        together = is_few and self.way.together and len(x) <= MOST_TOGETHER
         if not together:
             with beside():
                 dense = block.mlp(for_mlp)
