@@ -52,17 +52,43 @@ class Denoiser(Protocol):
         """
         ...
 
-    def denoise_and_read(self, canvas: Tensor, logits: Tensor | None, rows: Tensor, temperature: float, uniforms: Tensor) -> LogitsReading:
-        """read_logits of `denoise`, for uniforms float64 [A, C]. The reading's logits may be overwritten by the next call."""
+    def prepare(self, inputs: StepInputs) -> None:
+        """Have these ready for the next step; what is prepared again replaces what was. Queued before the host waits for the step under
+        way, so that the device does not wait for the host in its turn."""
+        ...
+
+    def denoise_and_read(self) -> LogitsReading:
+        """read_logits of `denoise` for what was prepared last. The reading's logits may be overwritten by the next call."""
         ...
 
 
-class Unrecorded:
-    """`denoise_and_read` of a Denoiser that has nothing better."""
+@dataclass(frozen=True)
+class StepInputs:
+    """What a step reads: canvas, logits (those of the step before) and rows as in Denoiser.denoise; uniforms float64 [A, C]."""
 
-    def denoise_and_read(self: Denoiser, canvas: Tensor, logits: Tensor | None, rows: Tensor, temperature: float,
-                         uniforms: Tensor) -> LogitsReading:
-        return read_logits(self.denoise(canvas, logits, rows), temperature, uniforms, self.dtype)
+    canvas: Tensor
+    logits: Tensor | None
+    rows: Tensor
+    temperature: float
+    uniforms: Tensor
+
+    def keep(self, rows: Tensor) -> StepInputs:
+        """Those of the rows at the indices `rows` alone; there are logits."""
+        return StepInputs(self.canvas[rows], self.logits[rows], self.rows[rows], self.temperature, self.uniforms[rows])
+
+
+class Unrecorded:
+    """The last two calls of a Denoiser that has nothing better than the first."""
+
+    inputs: StepInputs
+
+    def prepare(self, inputs: StepInputs) -> None:
+        self.inputs = inputs
+
+    def denoise_and_read(self: Denoiser) -> LogitsReading:
+        inputs = self.inputs
+        logits = self.denoise(inputs.canvas, inputs.logits, inputs.rows)
+        return read_logits(logits, inputs.temperature, inputs.uniforms, self.dtype)
 
 
 class Draws(Protocol):
@@ -247,24 +273,26 @@ def _denoise_canvas(
     committed = torch.empty(len(rows), denoiser.canvas_length, dtype=torch.long)
     taken = torch.empty(len(rows), dtype=torch.long)
     slots = torch.arange(len(rows))  # where each row still denoising stands in `committed`
-    canvas, places = _moved(draws.initial_canvas(rows, canvas_index), device), _moved(active, device)
-    uniforms = _moved(draws.uniforms(rows, canvas_index, 0), device)
     stability = Stability(config.stability_threshold)
-    logits = None
+    inputs = StepInputs(_moved(draws.initial_canvas(rows, canvas_index), device), None, _moved(active, device), temperature(0, config),
+                        _moved(draws.uniforms(rows, canvas_index, 0), device))
+    denoiser.prepare(inputs)
     for step in range(config.max_denoising_steps):
-        reading = denoiser.denoise_and_read(canvas, logits, places, temperature(step, config), uniforms)
+        reading = denoiser.denoise_and_read()
         # Drawn while the device works.
         fresh = _moved(draws.fresh_tokens(rows, canvas_index, step), device)
-        uniforms = _moved(draws.uniforms(rows, canvas_index, step + 1), device)
         accepted = accept(reading.entropy, config.entropy_bound)
         canvas = torch.where(accepted, reading.sample, fresh)
         settled = stability.update(reading.argmax) & (reading.entropy.mean(dim=-1) < config.confidence_threshold)
         last = step == config.max_denoising_steps - 1
+        if not last:
+            uniforms = _moved(draws.uniforms(rows, canvas_index, step + 1), device)
+            inputs = StepInputs(canvas, reading.logits, inputs.rows, temperature(step + 1, config), uniforms)
+            denoiser.prepare(inputs)
         done = (torch.ones_like(settled) if last else settled).cpu()
         if observe is not None:
             observe(DenoisingStep(canvas_index, step, tuple(rows), canvas.cpu(), accepted.cpu(), reading.argmax.cpu(),
                                   reading.entropy.cpu(), done))
-        logits = reading.logits
         if done.any():
             committed[slots[done]], taken[slots[done]] = reading.argmax.cpu()[done], step + 1
             if done.all():
@@ -272,7 +300,8 @@ def _denoise_canvas(
             going = (~done).nonzero()[:, 0]
             kept = _moved(going, device)
             slots, rows = slots[going], [rows[i] for i in going.tolist()]
-            canvas, logits, places, uniforms = canvas[kept], logits[kept], places[kept], uniforms[kept]
+            inputs = inputs.keep(kept)
+            denoiser.prepare(inputs)
             stability.keep(kept)
     return committed, taken
 

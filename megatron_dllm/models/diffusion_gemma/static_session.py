@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...diffusion.sampler import Denoiser, LogitsReading, read_product
+from ...diffusion.sampler import Denoiser, LogitsReading, StepInputs, read_product
 from ...kernels.attention_tiles import suits_attention
 from ...kernels.graphs import CudaRecorder, Recorder, Recording
 from ...moe.experts import looped_linear
@@ -99,11 +99,11 @@ class Workspace:
     def denoise_and_read(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
         """sample, argmax and entropy [count C] of the first `count` canvases in `tokens`; their logits over the temperature to `signal`."""
         num, model = count * self.length, self.model
-        product = F.linear(self._hidden(count), model.embedding.weight)
+        product = F.linear(self.hidden(count), model.embedding.weight)
         return read_product(
             product, model.config.final_logit_softcapping, self.temperature, self.uniforms[:num], kept=self.signal[:num])
 
-    def _hidden(self, count: int) -> Tensor:
+    def hidden(self, count: int) -> Tensor:
         """Final hidden states [count C, H] of the first canvases in `tokens`, given `signal`."""
         model, num = self.model, count * self.length
         signal = model.soft_signal_of(self.signal[:num]) * self.has_signal
@@ -194,6 +194,7 @@ class StaticSession:
         self.new_tokens = -(-max_new_tokens // self.canvas_length) * self.canvas_length
         self.lengths = np.zeros(num_rows, np.int64)
         self._space: Workspace | None = None
+        self._prepared = 0  # rows of the step that is prepared
 
     @torch.no_grad()
     def encode(self, tokens: Sequence[Tensor]) -> None:
@@ -226,21 +227,26 @@ class StaticSession:
     @torch.no_grad()
     def denoise(self, canvas: Tensor, self_conditioning_logits: Tensor | None, rows: Tensor) -> Tensor:
         """Logits [A, C, V], at least fp32, of canvases [A, C] right after what the rows [A] hold, given the logits of the step before."""
-        space = self._prepared(canvas, self_conditioning_logits, rows)
-        return space.model.logits(space._hidden(len(rows))).unflatten(0, canvas.shape)
+        space = self._place(canvas, self_conditioning_logits, rows)
+        return space.model.logits(space.hidden(len(rows))).unflatten(0, canvas.shape)
+
+    def prepare(self, inputs: StepInputs) -> None:
+        """See Denoiser."""
+        space = self._place(inputs.canvas, inputs.logits, inputs.rows)
+        space.temperature.fill_(inputs.temperature)
+        space.uniforms[:inputs.uniforms.numel()].copy_(inputs.uniforms.flatten())
+        self._prepared = len(inputs.rows)
 
     @torch.no_grad()
-    def denoise_and_read(self, canvas: Tensor, logits: Tensor | None, rows: Tensor, temperature: float, uniforms: Tensor) -> LogitsReading:
+    def denoise_and_read(self) -> LogitsReading:
         """See Denoiser; the reading's logits are there until the next call."""
-        space = self._prepared(canvas, logits, rows)
-        space.temperature.fill_(temperature)
-        space.uniforms[:canvas.numel()].copy_(uniforms.flatten())
-        read = space.run("denoise", len(rows), space.denoise_and_read)
+        space, shape = self._space, (self._prepared, self.canvas_length)
+        read = space.run("denoise", self._prepared, space.denoise_and_read)
         # Out of the recording's own memory.
-        sample, argmax, entropy = (x.clone().view(canvas.shape) for x in read)
-        return LogitsReading(space.signal[:canvas.numel()].unflatten(0, canvas.shape), sample, argmax, entropy)
+        sample, argmax, entropy = (x.clone().view(shape) for x in read)
+        return LogitsReading(space.signal[:shape[0] * shape[1]].unflatten(0, shape), sample, argmax, entropy)
 
-    def _prepared(self, canvas: Tensor, logits: Tensor | None, rows: Tensor) -> Workspace:
+    def _place(self, canvas: Tensor, logits: Tensor | None, rows: Tensor) -> Workspace:
         """The workspace with the inputs of a step in it."""
         space, num = self._workspace(int(self.lengths.max()) + self.canvas_length), canvas.numel()
         space.rows[:len(rows)].copy_(rows)
