@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ..kernels.launch import WIDEST_ROW, takes
 
-MOST_CHOICES = 65536  # for the kernel that sorts by counting; 128 programs then read 128 MB from the cache of the second level
+# For the kernel that sorts by counting. On an H200, of 128 experts: 10240 choices in 12 us for 42 by a sort, 40960 in 45 us for 41.
+MOST_CHOICES = 32768
 
 
 @dataclass(frozen=True)
