@@ -100,6 +100,6 @@ def count_kernels_as_launches(counter: LaunchCounter, monkeypatch: pytest.Monkey
         monkeypatch.setattr(place, "rms_norm", plain_norm)
     monkeypatch.setattr(rotary, "rms_norm", rms_norm)
     for place, name, num_backward in (
-            (attention, "norm_and_rotate", 2), (attention, "attend", 4), (block, "after_attention", 3), (block, "after_feed_forward", 2),
+            (rotary, "norm_and_rotate", 2), (attention, "attend", 4), (block, "after_attention", 3), (block, "after_feed_forward", 2),
             (mlp, "gated_gelu", 1), (experts, "gated_gelu", 1), (router, "route", 2), (alltoall, "permute", 1), (alltoall, "unpermute", 1)):
         patch(place, name, num_backward)

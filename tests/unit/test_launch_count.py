@@ -17,12 +17,12 @@ LAYER, REST = 204, 270
 
 def launches(num_layers: int, monkeypatch) -> LaunchCounter:
     config = dataclasses.replace(TOY, num_layers=num_layers, layer_types=("sliding",) * (num_layers - 1) + ("full",))
-    model = toy_model(torch.bfloat16, config=config)
     inputs = toy_inputs(toy_plan(TWICE, ((3, 30),), config=config), objective=TWICE, config=config, dtype=torch.float32)
     assert inputs.second_pass is not None
     counter = LaunchCounter()
     with monkeypatch.context() as patches:
         count_kernels_as_launches(counter, patches)
+        model = toy_model(torch.bfloat16, config=config)  # whose layers hold the functions that they call
         with counter:
             model(inputs).total.backward()
     return counter
