@@ -25,7 +25,8 @@ from .launch import processors
 @dataclass(frozen=True)
 class DecodeTiling:
     """rows of ours x columns, which are rows of the weight; `depth` of the contraction a step, `stages` of them on their way; programs a
-    processor (None: one a tile); whether the next tile's loop begins before a tile is stored."""
+    processor (None: one a tile); whether the next tile's loop begins before a tile is stored; tiles of up to `small` rows are computed as
+    if they were that high (0: none are)."""
 
     rows: int
     columns: int
@@ -34,6 +35,7 @@ class DecodeTiling:
     stages: int
     programs: int | None = None
     flatten: bool = False
+    small: int = 0
 
 
 # The same rows: one table of tiles serves both products.
@@ -77,8 +79,8 @@ def _put(y, values, row, inside, across, F: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _activated(x, weight, token, y, table, number, dense_x, dense_weight, dense_y, num_tokens, D: tl.constexpr, F: tl.constexpr,
-               DENSE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, ENTRY: tl.constexpr,
-               FLATTEN: tl.constexpr):
+               DENSE: tl.constexpr, ROWS: tl.constexpr, SMALL: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+               ENTRY: tl.constexpr, FLATTEN: tl.constexpr):
     """x [T, D], or without `token` a descriptor of the rows [N, D]; weight: one of [E, 2 F, D] by [1, COLUMNS, DEPTH]; y [N, F].
 
     The first tiles are of a dense layer, if there is one: dense_x [T, D], weight [1, 2 DENSE, D], y [T, DENSE].
@@ -99,12 +101,18 @@ def _activated(x, weight, token, y, table, number, dense_x, dense_weight, dense_
             entry, column = table + which // ACROSS * ENTRY, which % ACROSS * COLUMNS
             expert, first, rows = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
             inside = down < rows
-            if token is not None:
+            if token is None:
+                values = _gated(x, None, first, inside, weight, expert, column, D, F, ROWS, COLUMNS, DEPTH)
+                _put(y, values, first + down, inside, column + tl.arange(0, COLUMNS), F)
+            elif SMALL > 0 and rows <= SMALL:
+                some = tl.arange(0, SMALL)
+                some_at = tl.load(token + first + some, mask=some < rows, other=0).to(tl.int64) * D
+                few = _gated(x, some_at, first, some < rows, weight, expert, column, D, F, SMALL, COLUMNS, DEPTH)
+                _put(y, few, first + some, some < rows, column + tl.arange(0, COLUMNS), F)
+            else:
                 at = tl.load(token + first + down, mask=inside, other=0).to(tl.int64) * D
                 values = _gated(x, at, first, inside, weight, expert, column, D, F, ROWS, COLUMNS, DEPTH)
-            else:
-                values = _gated(x, None, first, inside, weight, expert, column, D, F, ROWS, COLUMNS, DEPTH)
-            _put(y, values, first + down, inside, column + tl.arange(0, COLUMNS), F)
+                _put(y, values, first + down, inside, column + tl.arange(0, COLUMNS), F)
 
 
 @triton.jit
@@ -117,10 +125,10 @@ def _product(x, first, weight, expert, column, D: tl.constexpr, ROWS: tl.constex
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def _narrowed(x, weight, y, table, number, dense_x, dense_weight, dense_y, num_tokens, D: tl.constexpr, F: tl.constexpr,
-              DENSE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, ENTRY: tl.constexpr,
-              FLATTEN: tl.constexpr):
-    """x: a descriptor of [N, D] by [ROWS, DEPTH]; weight: one of [E, F, D] by [1, COLUMNS, DEPTH]; y [N, F].
+def _narrowed(x, x_small, weight, y, table, number, dense_x, dense_weight, dense_y, num_tokens, D: tl.constexpr, F: tl.constexpr,
+              DENSE: tl.constexpr, ROWS: tl.constexpr, SMALL: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+              ENTRY: tl.constexpr, FLATTEN: tl.constexpr):
+    """x, x_small: descriptors of [N, D] by [ROWS, DEPTH] and [SMALL, DEPTH]; weight: one of [E, F, D] by [1, COLUMNS, DEPTH]; y [N, F].
 
     The first tiles are of a dense layer, if there is one: dense_x: a descriptor of [T, DENSE], weight [1, F, DENSE], y [T, F].
     """
@@ -139,8 +147,13 @@ def _narrowed(x, weight, y, table, number, dense_x, dense_weight, dense_y, num_t
             which = tile - dense_tiles
             entry, column = table + which // ACROSS * ENTRY, which % ACROSS * COLUMNS
             expert, first, rows = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
-            total = _product(x, first, weight, expert, column, D, ROWS, COLUMNS, DEPTH)
-            _put(y, total, first + down, down < rows, column + tl.arange(0, COLUMNS), F)
+            if SMALL > 0 and rows <= SMALL:
+                some = tl.arange(0, SMALL)
+                few = _product(x_small, first, weight, expert, column, D, SMALL, COLUMNS, DEPTH)
+                _put(y, few, first + some, some < rows, column + tl.arange(0, COLUMNS), F)
+            else:
+                total = _product(x, first, weight, expert, column, D, ROWS, COLUMNS, DEPTH)
+                _put(y, total, first + down, down < rows, column + tl.arange(0, COLUMNS), F)
 
 
 @dataclass(frozen=True)
@@ -160,12 +173,16 @@ def _grid(tiles: RowTiles, width: int, tiling: DecodeTiling, dense: Tensor | Non
 
 
 def _constants(tiling: DecodeTiling) -> dict[str, int]:
-    return {"ROWS": tiling.rows, "COLUMNS": tiling.columns, "DEPTH": tiling.depth, "ENTRY": ENTRY, "FLATTEN": tiling.flatten,
-            "num_warps": tiling.warps, "num_stages": tiling.stages}
+    return {"ROWS": tiling.rows, "SMALL": tiling.small, "COLUMNS": tiling.columns, "DEPTH": tiling.depth, "ENTRY": ENTRY,
+            "FLATTEN": tiling.flatten, "num_warps": tiling.warps, "num_stages": tiling.stages}
 
 
 def _of_rows(x: Tensor, tiling: DecodeTiling) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(x, [tiling.rows, tiling.depth])
+
+
+def _of_small(x: Tensor, tiling: DecodeTiling) -> TensorDescriptor | None:
+    return TensorDescriptor.from_tensor(x, [tiling.small, tiling.depth]) if tiling.small else None
 
 
 def _of_weight(weight: Tensor, tiling: DecodeTiling) -> TensorDescriptor:
@@ -200,7 +217,7 @@ def narrowed_rows(activated: Tensor, down: Tensor, rows: ExpertRows, tiling: Dec
         dense_y = y.new_empty(len(dense_activated), width)
         beside = _of_rows(dense_activated, tiling), _of_weight(dense.down[None], tiling)
     _narrowed[_grid(rows.tiles, width, tiling, dense_y)](
-        _of_rows(activated, tiling), _of_weight(down, tiling), y, rows.tiles.table, rows.tiles.number, *beside, dense_y,
-        0 if dense is None else len(dense_y), D=inner, F=width, DENSE=0 if dense is None else dense_activated.shape[1],
+        _of_rows(activated, tiling), _of_small(activated, tiling), _of_weight(down, tiling), y, rows.tiles.table, rows.tiles.number,
+        *beside, dense_y, 0 if dense is None else len(dense_y), D=inner, F=width, DENSE=0 if dense is None else dense_activated.shape[1],
         **_constants(tiling))
     return y, dense_y

@@ -96,6 +96,11 @@ def test_grouped_decode(hidden, inner, num_tokens, device):
     for way in (tiling, dataclasses.replace(persistent, flatten=True)):
         assert torch.equal(activated, activated_rows(ordered, gate_up, rows, way, is_ordered=True)[0])
     narrowed, _ = narrowed_rows(activated, down, rows, tiling)
+    # Higher tiles, of which those with few rows are computed as lower ones.
+    high = dataclasses.replace(tiling, rows=32, small=16)
+    taller = expert_rows(indices, experts, high.rows)
+    torch.testing.assert_close(activated_rows(x, gate_up, taller, high)[0], activated, rtol=2**-7, atol=2**-10)
+    torch.testing.assert_close(narrowed_rows(activated, down, taller, high)[0], narrowed, rtol=2**-7, atol=2**-10)
     counts = rows.tiles.starts.diff().long()
     for got, product in ((activated, lambda part, expert: gated(part @ gate_up[expert].double().flatten(0, 1).mT)),
                          (narrowed, lambda part, expert: part @ down[expert].double().mT)):
