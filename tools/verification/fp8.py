@@ -86,8 +86,22 @@ def losses_of(words: Sequence[str], seed: int, steps: int, device: torch.device)
         run = parse([*TOY, *words, "--seed", str(seed), "--train-iters", str(steps), "--device", device.type, "--run-dir", folder])
         if problems := validate(run):
             raise ValueError(format_problems(problems))
-        Trainer.build(run, ParallelContext.single(device)).fit()
+        trainer = Trainer.build(run, ParallelContext.single(device))
+        calm_queries(trainer)
+        trainer.fit()
         return [record["loss"] for record in read_metrics(Path(folder) / "metrics.jsonl").records if "loss" in record]
+
+
+@torch.no_grad()
+def calm_queries(trainer: Trainer) -> None:
+    """Have attention begin with logits of deviation 1: queries, normed and not scaled, give one of head_dim^0.5 with norms of 1. FP8's
+    rounding of queries and keys, magnified by it, then decides at random who attends to whom, and half of the gradient is noise."""
+    parameters = dict(trainer.model.named_parameters())
+    for held in trainer.optimizer.held:
+        if held.name.endswith("q_norm.weight"):
+            scale = len(parameters[held.name]) ** -0.5
+            held.master.mul_(scale)
+            parameters[held.name].mul_(scale)
 
 
 def ending(losses: Sequence[float]) -> float:
