@@ -275,7 +275,7 @@ def stream_trials(device: torch.device) -> Iterator[Trial]:
     outputs = streams**2 + 2 * streams
 
     def chosen(x: Tensor, y: Tensor, *weights: Tensor) -> Tensor:
-        read, x, post, res = hyper_connection._Read.apply(x, *weights, streams, rounds, None)
+        read, x, post, res = hyper_connection._Read.apply(x, *weights, streams, rounds, None, None)
         return hyper_connection._Write.apply(x, y * read, post, res, None, None)
 
     def oracle(x: Tensor, y: Tensor, *weights: Tensor) -> Tensor:
