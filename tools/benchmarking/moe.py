@@ -86,7 +86,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--profile-cases", nargs="*", choices=BY_NAME, default=list(map(str, PROFILED)),
                         metavar="NAME", help="Cases that are also profiled, with transfers beside other work and apart from it (CUDA).")
     parser.add_argument("--repeats", type=int, default=5, help="Timed steps of each case, after three untimed ones.")
-    parser.add_argument("--budget", type=float, metavar="SECONDS", help="Begin no case when so much time has passed.")
+    parser.add_argument("--budget", type=float, default=120.0, metavar="SECONDS",
+                        help="Begin no case when so much time has passed; the first one compiles the kernels, for half a minute or more.")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -95,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
     if world < 2:
         raise SystemExit("error: the suite moe shares experts over ranks; start it with torchrun --nproc-per-node 2")
     # A rank whose case fails may leave the others waiting: not for long.
-    context = initialize(ParallelConfig(expert_model_parallel_size=world), device=arguments.device, timeout_minutes=1.0)
+    context = initialize(ParallelConfig(expert_model_parallel_size=world), device=arguments.device, timeout_minutes=2.0)
     try:
         return _run_cases(arguments, context)
     finally:
@@ -115,7 +116,7 @@ def _run_cases(arguments: argparse.Namespace, context: ParallelContext) -> int:
                  f"{'GiB':>7}{'layouts':>9}{'replayed':>9}{'anew':>6}{'first loss':>12}{'last loss':>12}")
     measured, failed = {}, 0
     for case in cases:
-        if arguments.budget is not None and longest_since(start, context) > arguments.budget:
+        if longest_since(start, context) > arguments.budget:
             say(context, f"{case}: left out, {arguments.budget:g} s have passed")
             continue
         bench = None
