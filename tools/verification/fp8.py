@@ -75,8 +75,11 @@ def run(arguments: argparse.Namespace) -> int:
             fp8 = runs(f"FP8 {recipe}", [*ENGINE, "--fp8-format", arguments.fp8_format, "--fp8-recipe", recipe])
             missed += print_figures(f"fp8 {arguments.fp8_format} {recipe}", loss_figures(bf16, fp8))
     if arguments.tokens:
-        for line in (*time_table(arguments.tokens, arguments.fp8_format, device), *step_table(arguments.fp8_format, device)):
-            print(line, flush=True)
+        for by_graph in (False, True):
+            for line in time_table(arguments.tokens, arguments.fp8_format, device, by_graph=by_graph):
+                print(line, flush=True)
+            for line in step_table(arguments.fp8_format, device, by_graph=by_graph):
+                print(line, flush=True)
     return missed
 
 
@@ -123,27 +126,28 @@ def loss_figures(bf16: Sequence[Sequence[float]], fp8: Sequence[Sequence[float]]
 
 @dataclass(frozen=True)
 class Product:
-    """Something to time: `function` of `x`, with weights that ask for a gradient; what `waits` for the host cannot be recorded."""
+    """Something to time: `function` of `x`, with weights that ask for a gradient."""
 
     name: str
     x: Tensor
     weights: tuple[Tensor, ...]
     function: Callable[[Tensor], Tensor]
-    waits: bool = False
 
 
-def time_table(tokens: int, fp8_format: str, device: torch.device) -> list[str]:
-    """Forward and backward of a sliding layer's products and its experts, ours, and by Transformer Engine in bf16 and FP8: a line each."""
+def time_table(tokens: int, fp8_format: str, device: torch.device, *, by_graph: bool) -> list[str]:
+    """Forward and backward of a sliding layer's products, ours, and by Transformer Engine in bf16 and FP8: a line each. Launched by the
+    host, experts too, or replayed as CUDA graphs: the package's modules keep the host longer than the device."""
     kinds = {"ours, bf16": None, "bf16": TrainingConfig(), "FP8 tensorwise": TrainingConfig(fp8_format=fp8_format),
              "FP8 blockwise": TrainingConfig(fp8_format=fp8_format, fp8_recipe="blockwise")}
     rows: dict[str, dict[str, float]] = {}
     for kind, training in kinds.items():
         for product in products(tokens, training, device):
-            rows.setdefault(product.name, {})[kind] = milliseconds(product)
+            if product.name != "experts" or not by_graph:  # the package has the host wait for their numbers of rows
+                rows.setdefault(product.name, {})[kind] = milliseconds(product, by_graph=by_graph)
         torch.cuda.empty_cache()
-    dense = [times for name, times in rows.items() if not name.startswith("experts")]
+    dense = [times for name, times in rows.items() if name != "experts"]
     rows["all but experts"] = {kind: sum(times[kind] for times in dense) for kind in kinds}
-    title = f"{tokens} tokens, forward and backward, ms on the device (times as fast)"
+    title = f"{tokens} tokens, forward and backward, {'graphs' if by_graph else 'launched'}, ms (times as fast)"
     return [f"{title:66}" + "".join(f"{kind:>24}" for kind in kinds), *(_line(name, times) for name, times in rows.items())]
 
 
@@ -152,34 +156,30 @@ def _line(name: str, times: Mapping[str, float]) -> str:
     return f"{name:66}" + "".join(f"{f'{time:.3f} ({ours / time:.2f})':>24}" for time in times.values())
 
 
-def step_table(fp8_format: str, device: torch.device) -> Iterator[str]:
-    """Forward and backward of 4 x 1024 tokens through six layers of the released widths, each row self-conditioned: a line each.
-
-    Replayed as CUDA graphs, since Transformer Engine's modules keep the host longer than the device; its experts cannot be recorded.
-    """
+def step_table(fp8_format: str, device: torch.device, *, by_graph: bool) -> Iterator[str]:
+    """Forward and backward of 4 x 1024 tokens through six layers of the released widths, each row self-conditioned: a line each."""
     config = real_width(["sliding"] * 5 + ["full"])
     model, workload = calm_model(config, device, torch.bfloat16), synthetic(config, 4, 1024, device)
-    run = forward_backward_of(model)
+    run, how = forward_backward_of(model), "a graph" if by_graph else "launched by the host"
 
     def from_none(inputs: MicrobatchInputs) -> MicrobatchResult:
         for parameter in model.parameters():
             parameter.grad = None
         return run(inputs)
 
-    def line(kind: str, *, by_graph: bool) -> str:
+    def line(kind: str) -> str:
         graphs = GraphedMicrobatches(from_none, lambda notes: None, CudaRecorder(device), device=device, limit=int(by_graph))
         timing = measure(lambda: graphs(workload.inputs).total.item(), device, warmup=3)
-        return (f"{kind:66}{timing.median:9.1f} ms{timing.peak_gib:8.1f} GiB   loss {timing.value:.4f}   "
-                f"{'a graph' if by_graph else 'launched by the host'}")
+        return f"{kind:66}{timing.median:9.1f} ms{timing.peak_gib:8.1f} GiB   loss {timing.value:.4f}   {how}"
 
-    yield line("6 layers, 4 x 1024, forward and backward: ours, bf16", by_graph=True)
+    yield line("6 layers, 4 x 1024, forward and backward: ours, bf16")
     for kind, training in (("bf16", TrainingConfig()), (f"FP8 {fp8_format} tensorwise", TrainingConfig(fp8_format=fp8_format)),
                            (f"FP8 {fp8_format} blockwise", TrainingConfig(fp8_format=fp8_format, fp8_recipe="blockwise"))):
         install(model, load_engine(training, MoEConfig(), device))
-        yield line(f"  linear layers by Transformer Engine: {kind}", by_graph=True)
-    yield line("  the same", by_graph=False)
-    install(model, load_engine(training, MoEConfig(moe_grouped_gemm_backend="transformer_engine"), device))
-    yield line("  experts too", by_graph=False)
+        yield line(f"  linear layers by Transformer Engine: {kind}")
+    if not by_graph:
+        install(model, load_engine(training, MoEConfig(moe_grouped_gemm_backend="transformer_engine"), device))
+        yield line("  experts too")
 
 
 def products(tokens: int, training: TrainingConfig | None, device: torch.device) -> Iterator[Product]:
@@ -202,24 +202,25 @@ def products(tokens: int, training: TrainingConfig | None, device: torch.device)
     chosen = torch.randint(model.num_experts, (tokens * model.moe_router_topk,), generator=torch.Generator().manual_seed(0))
     counts = torch.bincount(chosen, minlength=model.num_experts).to(device)
     rows = draw("x", (len(chosen), hidden), torch.bfloat16).requires_grad_()
-    yield Product("experts (Transformer Engine's launched by the host)", rows, tuple(experts.parameters()), lambda x: experts(x, counts),
-                  waits=engine is not None)
+    yield Product("experts", rows, tuple(experts.parameters()), lambda x: experts(x, counts))
 
 
 def _apply(product: Callable[[Tensor, Tensor], Tensor], weight: Tensor, x: Tensor) -> Tensor:
     return product(x, weight)
 
 
-def milliseconds(product: Product) -> float:
-    """The median of forward and backward, by a CUDA graph where one can be made."""
+def milliseconds(product: Product, *, by_graph: bool) -> float:
+    """The median of forward and backward."""
     grad = torch.randn_like(product.function(product.x))
 
     def step() -> tuple[Tensor, ...]:
         return torch.autograd.grad(product.function(product.x), (product.x, *product.weights), grad)
 
-    recorder = CudaRecorder(product.x.device)
-    recorder.warm_up(step)
-    run = step if product.waits else recorder.record(step).replay
+    run = step
+    if by_graph:
+        recorder = CudaRecorder(product.x.device)
+        recorder.warm_up(step)
+        run = recorder.record(step).replay
     times = []
     for repeat in range(REPEATS + 3):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
