@@ -17,8 +17,10 @@ COLUMNS = 1024  # of each stream that a program of 4 warps holds: 8 numbers a th
 # for another, and many fit a processor.
 LANES, NUMBERS = 32, 8  # 87 registers a thread
 # Of `_read_backward`: tokens, columns of each stream, warps. Three programs of 164 registers fit a processor, each with 36 KB on the way.
+# On an H200, 5,120 tokens of 4 x 2816, with `_weight_gradient`: 0.212 ms; 64 x 16 0.263, 128 x 32 with 8 warps 0.270.
 ROWS, TILE_COLUMNS, TILE_WARPS = 64, 32, 4
-# Of `_weight_gradient`: tokens and columns of a tile, and the programs that share the tokens: 264 for 4 x 2816 columns, two a processor.
+# Of `_weight_gradient`: tokens and columns of a tile, and the programs that share the tokens: 264 for 4 x 2816 columns, two a processor
+# (88 with 4 stages take 0.018 ms more, twice as many 0.004).
 SUMMED_ROWS, PRODUCT_COLUMNS, SPLITS, STAGES = 64, 128, 3, 3
 
 
