@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -32,7 +33,9 @@ class CudaRecorder:
     copied before the next one runs."""
 
     def __init__(self, device: torch.device):
-        self.stream, self.pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+        self.stream = torch.cuda.Stream(device)
+        self._pool: tuple[int, int] | None = None
+        self._held: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
 
     def warm_up(self, function: Callable[[], Any]) -> Any:
         # On the stream of the recording: handles, workspaces and compiled kernels are then there.
@@ -46,8 +49,11 @@ class CudaRecorder:
     def record(self, function: Callable[[], Any]) -> Recording:
         # A node that adds to a parameter's gradient remembers the stream on which it was made: none of another stream may be left.
         gc.collect()
+        if not self._held:  # a pool ends with the last graph that is in it
+            self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         # Threads of the process that have no part in this (NCCL's, a loader's) go on calling CUDA meanwhile.
-        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local"):
             result = function()
+        self._held.add(graph)
         return Recording(graph.replay, result)

@@ -10,6 +10,7 @@ import torch
 from megatron_dllm.config import PRESETS, ModelConfig, MoEConfig, ObjectiveConfig, OptimizerConfig
 from megatron_dllm.diffusion.inputs import _filled_up, to_device
 from megatron_dllm.diffusion.nested import form_of, map_tensors, tensors_of
+from megatron_dllm.kernels.graphs import CudaRecorder
 from megatron_dllm.models.diffusion_gemma.model import DiffusionGemma
 from megatron_dllm.moe import replay
 from megatron_dllm.moe.replay import ReplayReport
@@ -256,3 +257,20 @@ def test_a_microbatch_waits_for_nobody():
         model(inputs).total.backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_a_recorder_goes_on_after_the_last_of_its_recordings_is_gone():
+    device = torch.device("cuda", 0)
+    torch.set_deterministic_debug_mode("default")
+    recorder, x = CudaRecorder(device), torch.ones(1000, device=device)
+    recorder.warm_up(lambda: x * 2 + 1)
+    both = [recorder.record(lambda: x * 2 + 1), recorder.record(lambda: x * 3 + 3)]
+    for recording in both:
+        recording.replay()
+    kept = both[1].result
+    del recording
+    both.clear()
+    third = recorder.record(lambda: x * 5 + 2)
+    third.replay()
+    assert (third.result.unique().tolist(), kept.unique().tolist()) == ([7.0], [6.0])
