@@ -10,7 +10,7 @@ The learned loss is that of the answer. Masters and moments are shared over the 
     contexts       bytes a token that the first trip through the layers keeps for the second
     cp, gradients  MiB that a rank sends a step for context parallelism, and to sum gradients and gather weights
 
---attention measures nothing but the attention of one layer of each type, ours and (in heads of 256) Transformer Engine's, in one run.
+--attention measures after that the attention of one layer of each type alone, ours and (in heads of 256) Transformer Engine's.
 
 usage: torchrun --nproc-per-node 2 tools/benchmark.py --suite context [--toy]        or python tools/benchmark.py, for one device
 """
@@ -121,10 +121,10 @@ class Result:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--toy", action="store_true", help="Toy widths in fp32, over processes of this machine's CPU.")
     parser.add_argument("--seq-length", type=int, default=None, help="Tokens of a document; 100096, with --toy 512.")
-    parser.add_argument("--steps", type=int, default=20, help="Optimizer steps.")
+    parser.add_argument("--steps", type=int, default=20, help="Optimizer steps; 0: none, for --attention by itself.")
     parser.add_argument("--further-lengths", type=int, nargs="*", default=[], metavar="LENGTH",
                         help=f"After them {FURTHER_STEPS} steps at each of these lengths, to show how memory grows.")
-    parser.add_argument("--attention", action="store_true", help="Measure attention alone, beside Transformer Engine's.")
+    parser.add_argument("--attention", action="store_true", help="Then measure attention alone, beside Transformer Engine's.")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -135,19 +135,25 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.toy:
         torch.set_num_threads(1)
     length = arguments.seq_length or (512 if arguments.toy else 100096)
+    run = make_run(parallel, arguments.toy, length, max(arguments.steps, 1))
+    results = train(run, context, arguments) if arguments.steps else []
+    release_memory(context.device)
     if arguments.attention:
-        measure_attention(make_run(parallel, arguments.toy, length, 1), ["local"] if arguments.toy else list(IMPLS), context)
-        return 0
-    bench = Bench.build(make_run(parallel, arguments.toy, length, arguments.steps), context)
-    results = []
-    for each, steps in ((length, arguments.steps), *((further, FURTHER_STEPS) for further in arguments.further_lengths)):
+        measure_attention(run, ["local"] if arguments.toy else list(IMPLS), context)
+    if ranks > 1:
+        dist.destroy_process_group()
+    return int(not all(result.is_finite for result in results) or bool(results) and not results[0].falls)
+
+
+def train(run: RunConfig, context: ParallelContext, arguments: argparse.Namespace) -> list[Result]:
+    """The steps at each length; rank 0 prints the table so far after each."""
+    bench, results = Bench.build(run, context), []
+    for each, steps in ((run.data.seq_length, arguments.steps), *((further, FURTHER_STEPS) for further in arguments.further_lengths)):
         results.append(bench.measure(each, steps))
         if context.world.rank == 0:
             print(table(results), flush=True)
     bench.optimizer.buckets.release()
-    if ranks > 1:
-        dist.destroy_process_group()
-    return int(not all(result.is_finite for result in results) or not results[0].falls)
+    return results
 
 
 def measure_attention(run: RunConfig, impls: Sequence[str], context: ParallelContext) -> None:
@@ -158,7 +164,6 @@ def measure_attention(run: RunConfig, impls: Sequence[str], context: ParallelCon
     for line in attention_rows(run, impls, rows, rows, context):
         if context.world.rank == 0:
             print(line, flush=True)
-    dist.destroy_process_group()
 
 
 def make_run(parallel: ParallelConfig, toy: bool, seq_length: int, steps: int) -> RunConfig:
