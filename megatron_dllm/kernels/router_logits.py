@@ -65,7 +65,9 @@ def choose_experts(x: Tensor, weight: Tensor, scale: Tensor, choices: int) -> tu
     columns = next_power_of_2(num_experts)
     rows, depth = (16, 64) if num_tokens <= FEW_TOKENS else (64, 32)
     blocks = triton.cdiv(num_tokens, rows)
-    splits = max(1, min(MOST_SPLITS, processors(x.device) // max(blocks, 1), triton.cdiv(width, depth)))
+    # Two programs of 16 rows share a processor.
+    room = processors(x.device) * (2 if rows == 16 else 1)
+    splits = max(1, min(MOST_SPLITS, room // max(blocks, 1), triton.cdiv(width, depth)))
     span = triton.cdiv(triton.cdiv(width, splits), depth) * depth
     splits = triton.cdiv(width, span)
     partial = torch.empty(splits, num_tokens, num_experts, dtype=torch.float32, device=x.device)

@@ -70,7 +70,8 @@ def _read_position(logits, uniforms, figures, firsts, sample, argmax, entropy, w
     share = total * scale
     mass = tl.sum(share, 0)
     tl.store(argmax + position, tl.min(tl.where(is_part & (largest == overall), first, 2147483647), 0).to(tl.int64))
-    tl.store(entropy + position, tl.log(mass) - tl.sum(scale * (spread + distance * total), 0) / mass)
+    # Rounding may leave less than nothing of a sure position's.
+    tl.store(entropy + position, tl.maximum(tl.log(mass) - tl.sum(scale * (spread + distance * total), 0) / mass, 0.0))
     target = tl.load(uniforms + position).to(tl.float32) * mass
     # Rounding may leave the whole sum below the target: then the last part, and in it the last token, that has any.
     running = tl.cumsum(share, 0)

@@ -6,14 +6,14 @@ A layer, beside what TransformerBlock computes:
     one product for queries, keys and values, whose weights are copied side by side
     one kernel from there to the cache; attention over the cache
     the router's product by matrix units, and its choices from there
-    the dense MLP on a stream of its own, beside the router and the sorting of rows, none of which fills the device
+    the dense MLP of few tokens in the experts' launches, which wait for memory; that of many on a stream of its own, beside the router and
+        the sorting of rows, none of which fills the device
     one kernel for the sum over a token's experts, the norms after it, and the norm that the next layer begins with
 """
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -30,16 +30,9 @@ from .rotary import norm_and_rotate_pair
 from .token_pass import LayerPass, TokenPass
 
 FEW_ROWS = 48  # of an expert, on average, up to which the kernels for few rows are taken
-MOST_TOGETHER = 256  # tokens whose dense MLP may run in the launches of the experts: more read its weights again and again
-
-
-@dataclass(frozen=True)
-class Way:
-    """prefetched: bytes of the experts' first weights that are asked for beside the router (0: nothing is). together: where experts have
-    few rows, the dense MLP of few tokens runs in the launches of the experts, which wait for memory, not beside the router."""
-
-    prefetched: int = 0
-    together: bool = False
+# Tokens whose dense MLP runs in the launches of the experts: more would read its weights again and again. A step of 256 takes 16.49 ms on
+# an H200, with the dense MLP beside the router 16.62; asking for the next weights ahead made it 16.86 and 16.51.
+MOST_TOGETHER = 256
 
 
 def suits_decode_stack(blocks: Sequence[TransformerBlock], config: ModelConfig, dtype: torch.dtype) -> bool:
@@ -62,9 +55,9 @@ def _is_plain(block: TransformerBlock) -> bool:
 class DecodeStack:
     """final hidden states, normed, of x [T, H], as DiffusionGemma.run_layers gives them, for blocks that suit."""
 
-    def __init__(self, blocks: Sequence[TransformerBlock], final_norm: Tensor, way: Way = Way()):  # noqa: B008 (immutable)
+    def __init__(self, blocks: Sequence[TransformerBlock], final_norm: Tensor):
         device = final_norm.device
-        self.layers = [DecodeLayer(block, way) for block in blocks]
+        self.layers = [DecodeLayer(block) for block in blocks]
         self.next_norms = [*(block.input_layernorm.weight for block in blocks[1:]), final_norm]
         self.beside = Beside(torch.cuda.Stream(device) if device.type == "cuda" else None)
 
@@ -104,10 +97,10 @@ class Beside:
 class DecodeLayer:
     """One block; `projection` [(h + 2 g) d, H], or [(h + g) d, H] where values are raw keys, is a copy."""
 
-    def __init__(self, block: TransformerBlock, way: Way):
+    def __init__(self, block: TransformerBlock):
         attention = block.attention
         projections = [attention.q_proj, attention.k_proj] + ([] if attention.v_proj is None else [attention.v_proj])
-        self.block, self.way, self.projection = block, way, torch.cat([layer.weight.detach() for layer in projections])
+        self.block, self.projection = block, torch.cat([layer.weight.detach() for layer in projections])
 
     def __call__(self, x: Tensor, normed: Tensor, token_pass: TokenPass, cache: KeyCache, next_norm: Tensor,
                  beside: Beside) -> tuple[Tensor, Tensor]:
@@ -116,13 +109,12 @@ class DecodeLayer:
 
         block, eps = self.block, self.block.input_layernorm.eps
         router = block.moe.router
-        attended = self._attend(normed, token_pass.layers[block.kind], cache, beside)
+        attended = self._attend(normed, token_pass.layers[block.kind], cache)
         readers = block.pre_feedforward_layernorm.weight, block.pre_feedforward_layernorm_2.weight, router.scale
         h, for_mlp, for_experts, scaled = residual.after_attention(
             x, attended, block.post_attention_layernorm.weight, readers, router.root, eps)
-        self._ask_for(block.moe.experts.gate_up, self.way.prefetched, beside)
         is_few = len(x) * router.topk <= FEW_ROWS * len(router.weight)
-        together = is_few and self.way.together and len(x) <= MOST_TOGETHER
+        together = is_few and len(x) <= MOST_TOGETHER
         if not together:
             with beside():
                 dense = block.mlp(for_mlp)
@@ -136,14 +128,7 @@ class DecodeLayer:
         scalar = block.layer_scalars[0 if token_pass.num_clean else 1]
         return decode_residual.finish_layer(h, dense, rows, row, weights, *(norm.weight for norm in norms), scalar, next_norm, eps)
 
-    def _ask_for(self, weight: Tensor, num_bytes: int, beside: Beside) -> None:
-        if self.way.prefetched:
-            from ..kernels import prefetch  # Triton is there with CUDA alone
-
-            with beside():
-                prefetch.prefetch(weight.detach(), num_bytes)
-
-    def _attend(self, normed: Tensor, layer_pass: LayerPass, cache: KeyCache, beside: Beside) -> Tensor:
+    def _attend(self, normed: Tensor, layer_pass: LayerPass, cache: KeyCache) -> Tensor:
         from ..kernels import place_heads
 
         attention, plan, rotary = self.block.attention, layer_pass.attention, layer_pass.rotary
@@ -151,7 +136,6 @@ class DecodeLayer:
         query = place_heads.place_heads(
             F.linear(normed, self.projection), attention.q_norm.weight, attention.k_norm.weight, rotary.cos[:, 0], rotary.sin[:, 0],
             plan.own, cache.key.flatten(0, 1), cache.value.flatten(0, 1), heads, attention.eps)
-        self._ask_for(attention.o_proj.weight, attention.o_proj.weight.nbytes, beside)
         out = plan.attend_placed(query, cache)
         plan.move(cache)
         return F.linear(out.flatten(1), attention.o_proj.weight)
@@ -181,13 +165,12 @@ class DecodeLayer:
 
     def _by_many_rows(self, x: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
         """As `_by_few_rows`."""
-        from ..kernels import gated_gelu, permute
+        from ..kernels import grouped_decode
         from ..kernels.expert_rows import expert_rows
         from ..kernels.grouped_gemm import product
         from ..kernels.grouped_mlp import ROWS_TILING
 
         experts = self.block.moe.experts
         rows = expert_rows(indices, len(experts.down), ROWS_TILING.rows)
-        ordered = permute.permute(x, rows.row, indices.numel())
-        hidden = product(ordered, experts.gate_up.flatten(1, 2), rows.tiles, ROWS_TILING).unflatten(1, (2, -1))
-        return product(gated_gelu.value(hidden), experts.down, rows.tiles, ROWS_TILING), rows.row
+        activated, _ = grouped_decode.activated_rows(x, experts.gate_up, rows, grouped_decode.MANY_UP_TILING)
+        return product(activated, experts.down, rows.tiles, ROWS_TILING), rows.row

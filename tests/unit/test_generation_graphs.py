@@ -8,9 +8,10 @@ import torch
 
 from megatron_dllm.config import GenerationConfig
 from megatron_dllm.diffusion.sampler import CounterDraws, generate
+from megatron_dllm.kernels.graphs import CudaRecorder
 from megatron_dllm.models.diffusion_gemma.inference import Session
 from megatron_dllm.models.diffusion_gemma.model import DiffusionGemma
-from megatron_dllm.models.diffusion_gemma.static_session import StaticDecoder, step_recorder
+from megatron_dllm.models.diffusion_gemma.static_session import StaticDecoder, can_record
 from megatron_dllm.parallel import ParallelContext
 from megatron_dllm.tensor_parallel.initialization import Initializer
 from tests.unit.toy import CONFIG, toy_model
@@ -76,7 +77,7 @@ ENCODED = {
 def test_it_holds_what_a_growing_cache_holds(calls, streams):
     config = dataclasses.replace(CONFIG, enable_mhc_connections=streams > 1, mhc_num_residual_streams=streams)
     model = toy_model(config=config)
-    fixed, growing = StaticDecoder(model, Rerun(), capacity_step=8).session(3), Session(model, 3)
+    fixed, growing = StaticDecoder(model, Rerun, capacity_step=8).session(3), Session(model, 3)
     generator = torch.Generator().manual_seed(2)
     for call in [None, *calls]:
         for session in (fixed, growing):
@@ -94,7 +95,7 @@ def test_it_holds_what_a_growing_cache_holds(calls, streams):
     ids=["all steps", "rows settle"])
 def test_replayed_steps_give_the_same_tokens(settings):
     model, recorder = model_on(torch.device("cpu"), torch.float32), Rerun()
-    decoder = StaticDecoder(model, recorder)
+    decoder = StaticDecoder(model, lambda: recorder)
     want = generated(Session(model, len(PROMPTS)), settings)
     for got in (generated(StaticDecoder(model, None).session(len(PROMPTS)), settings), generated(decoder.session(len(PROMPTS)), settings)):
         assert torch.equal(got.tokens, want.tokens) and torch.equal(got.steps, want.steps)
@@ -103,7 +104,7 @@ def test_replayed_steps_give_the_same_tokens(settings):
 
 def test_recordings_serve_later_canvases_and_sessions():
     model, recorder = model_on(torch.device("cpu"), torch.float32), Rerun()
-    decoder = StaticDecoder(model, recorder)
+    decoder = StaticDecoder(model, lambda: recorder)
     never = CONFIG.vocab_size  # an end that no row reaches
     first = generated(decoder.session(3, SETTINGS.max_new_tokens), end=never)
     count = len(recorder.recordings)
@@ -118,11 +119,17 @@ def test_recordings_serve_later_canvases_and_sessions():
 
 
 def test_growing_keeps_what_is_held_and_records_anew():
-    model, recorder = model_on(torch.device("cpu"), torch.float32), Rerun()
-    decoder = StaticDecoder(model, recorder, capacity_step=8)
+    model, recorders = model_on(torch.device("cpu"), torch.float32), []
+
+    def made():
+        recorders.append(Rerun())
+        return recorders[-1]
+
+    decoder = StaticDecoder(model, made, capacity_step=8)
     # 20 tokens and a canvas take 24, two more canvases 32.
     assert torch.equal(generated(decoder.session(3)).tokens, generated(Session(model, 3)).tokens)
-    assert decoder.workspace(3, 1).capacity == 40 and len(recorder.recordings) > 2
+    assert decoder.workspace(3, 1).capacity == 40
+    assert len(recorders) == 3 and all(recorder.recordings for recorder in recorders), "one for each size"
     larger = StaticDecoder(model, None, capacity_step=8).session(3, SETTINGS.max_new_tokens)
     larger.encode(appended(3, 20, 1))
     assert larger.decoder.workspace(3, 1).capacity == 40, "room for all canvases from the start"
@@ -144,10 +151,9 @@ def test_cuda_graphs_give_the_same_tokens(length):
     """At 128 the full layers take the wide kernels."""
     config = dataclasses.replace(CONFIG, canvas_length=length, global_kv_channels=512, max_position_embeddings=4096)
     model = model_on(torch.device("cuda"), torch.bfloat16, config)
-    recorder = step_recorder(model)
-    assert recorder is not None
+    assert can_record(model)
     settings = dataclasses.replace(SETTINGS, max_new_tokens=3 * length)
-    recorded, eager = StaticDecoder(model, recorder), StaticDecoder(model, None)
+    recorded, eager = StaticDecoder(model, lambda: CudaRecorder(model.context.device), 2 * length), StaticDecoder(model, None)
     want = generated(eager.session(len(PROMPTS)), settings)
     for _ in range(2):
         got = generated(recorded.session(len(PROMPTS)), settings)
@@ -156,4 +162,4 @@ def test_cuda_graphs_give_the_same_tokens(length):
 
 @pytest.mark.gpu
 def test_a_model_that_reads_on_the_host_is_not_recorded():
-    assert step_recorder(model_on(torch.device("cuda"), torch.float32)) is None
+    assert not can_record(model_on(torch.device("cuda"), torch.float32))

@@ -26,26 +26,25 @@ from .inference import Session
 from .model import DiffusionGemma
 
 CAPACITY_STEP = 1024  # tokens by which the cache of full layers grows
+MakeRecorder = Callable[[], Recorder]
 ALIGNMENT = 128  # slots of a row are a multiple: the attention kernels' tile
 
 
 def session_maker(model: DiffusionGemma) -> Callable[[int, int], Denoiser]:
     """What makes a fresh session of so many rows, with room for as many new tokens each: recorded ones where steps of the model can be."""
-    recorder = step_recorder(model)
-    if recorder is None:
+    if not can_record(model):
         return lambda num_rows, max_new_tokens: Session(model, num_rows)
-    return StaticDecoder(model, recorder).session
+    return StaticDecoder(model, lambda: CudaRecorder(model.context.device)).session
 
 
-def step_recorder(model: DiffusionGemma) -> CudaRecorder | None:
-    """What records the steps of a model; None where that cannot be: not on a CUDA device, on several ranks, or where a layer waits for the
-    host: experts one by one (fp32), attention without our kernels, linear layers."""
+def can_record(model: DiffusionGemma) -> bool:
+    """Whether steps of a model can be recorded: on a CUDA device, on one rank, and where no layer waits for the host as experts one by one
+    (fp32), attention without our kernels and linear layers do."""
     context, config = model.context, model.config
     if context.device.type != "cuda" or context.world.size > 1 or "linear" in config.layer_types:
-        return None
+        return False
     by_kernels = all(suits_attention(config.head_dim(layer), model.dtype, context.device) for layer in range(config.num_layers))
-    waits = not by_kernels or any(block.moe.experts.product is looped_linear for block in model.layers.values())
-    return None if waits else CudaRecorder(context.device)
+    return by_kernels and not any(block.moe.experts.product is looped_linear for block in model.layers.values())
 
 
 class Workspace:
@@ -60,9 +59,11 @@ class Workspace:
         uniforms       float64 [R C]
     """
 
-    def __init__(self, model: DiffusionGemma, num_rows: int, capacity: int, recorder: Recorder | None, stack: DecodeStack | None):
+    def __init__(self, model: DiffusionGemma, num_rows: int, capacity: int, make_recorder: MakeRecorder | None, stack: DecodeStack | None):
         config, device = model.config, model.context.device
-        self.model, self.num_rows, self.capacity, self.recorder, self.stack = model, num_rows, capacity, recorder, stack
+        self.model, self.num_rows, self.capacity, self.stack, self.make_recorder = model, num_rows, capacity, stack, make_recorder
+        # One of our own: a pool of memory whose graphs are all gone, as when a workspace grows, takes no new ones.
+        self.recorder = None if make_recorder is None else make_recorder()
         self.length, width = config.canvas_length, num_rows * config.canvas_length
         self.held, self.rows, self.counts = (torch.zeros(num_rows, dtype=torch.int64, device=device) for _ in range(3))
         self.tokens = torch.zeros(width, dtype=torch.int64, device=device)
@@ -143,7 +144,7 @@ class Workspace:
 
     def grown(self, capacity: int) -> Workspace:
         """One with room for `capacity` tokens a row that holds the same; nothing is recorded on it."""
-        larger = Workspace(self.model, self.num_rows, capacity, self.recorder, self.stack)
+        larger = Workspace(self.model, self.num_rows, capacity, self.make_recorder, self.stack)
         for layer, cache in self.caches.items():
             larger.caches[layer].key[:, :cache.key.shape[1]] = cache.key
             larger.caches[layer].value[:, :cache.key.shape[1]] = cache.value
@@ -158,13 +159,13 @@ def _aligned(slots: int) -> int:
 class StaticDecoder:
     """Makes sessions of one model on one rank, one after the other, which share memory and recordings.
 
-    The recorder must not do the work while it records (CUDA graphs do not): a step replaces what it reads. Without one nothing is recorded.
-    The model must have no linear layers. Caches grow by `capacity_step` tokens.
+    Each workspace has a recorder made for it, which must not do the work while it records (CUDA graphs do not): a step replaces what it
+    reads. Without `make_recorder` nothing is recorded. The model must have no linear layers. Caches grow by `capacity_step` tokens.
     """
 
-    def __init__(self, model: DiffusionGemma, recorder: Recorder | None, capacity_step: int = CAPACITY_STEP):
+    def __init__(self, model: DiffusionGemma, make_recorder: MakeRecorder | None, capacity_step: int = CAPACITY_STEP):
         assert "linear" not in model.config.layer_types and model.context.world.size == 1
-        self.model, self.recorder, self.capacity_step = model, recorder, capacity_step
+        self.model, self.make_recorder, self.capacity_step = model, make_recorder, capacity_step
         blocks = list(model.layers.values())
         self.stack = DecodeStack(blocks, model.final_norm.weight) if suits_decode_stack(blocks, model.config, model.dtype) else None
         self._workspaces: dict[int, Workspace] = {}
@@ -179,8 +180,8 @@ class StaticDecoder:
         found = self._workspaces.get(num_rows)
         if found is None or found.capacity < capacity:
             rounded = -(-capacity // self.capacity_step) * self.capacity_step
-            new = Workspace(self.model, num_rows, rounded, self.recorder, self.stack) if found is None else found.grown(rounded)
-            self._workspaces[num_rows] = new
+            self._workspaces[num_rows] = found.grown(rounded) if found is not None else Workspace(
+                self.model, num_rows, rounded, self.make_recorder, self.stack)
         return self._workspaces[num_rows]
 
 
