@@ -120,12 +120,12 @@ def judged(suite: Suite, case: Case, plain: dict[str, float]) -> Iterator[Figure
 
 
 def in_one_process(suite: Suite, case: Case) -> tuple[Outcome | str, list[Outcome | str]]:
-    """On rank 0 the case as it is, on rank 1 meanwhile its variants, if it takes steps, the fault last; where one fails, why."""
+    """The case as it is, and its variants, if it takes steps, the fault last, shared by the ranks; where one fails, why."""
     others = [*VARIANTS, FAULT] * (case.steps > 0)
     # Without steps rank 1 does as rank 0: a kernel that it loads in the pipeline alone would have to wait for transfers under way.
-    kinds = [None] if suite.world.world.rank == 0 else others or [None]
-    (reference,), found = gathered([attempt(suite, case, variant) for variant in kinds], suite.world)
-    return reference, found if others else []
+    kinds = [None, *others[:1]] if suite.world.world.rank == 0 else others[1:] or [None]
+    (reference, *first), found = gathered([attempt(suite, case, variant) for variant in kinds], suite.world)
+    return reference, [*first, *found] if others else []
 
 
 def attempt(suite: Suite, case: Case, variant: Variant | None) -> Outcome | str:
