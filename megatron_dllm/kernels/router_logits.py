@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .launch import next_power_of_2, processors
 
-FEW_TOKENS, MOST_SPLITS = 512, 16
+DEPTH, FEW_TOKENS, MOST_SPLITS = 32, 512, 16
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -63,19 +63,19 @@ def choose_experts(x: Tensor, weight: Tensor, scale: Tensor, choices: int) -> tu
     """(weights fp32 [T, k], indices int64 [T, k]) of x [T, H], weight [E, H], scale [E], all fp32: see kernels.router.route."""
     (num_tokens, width), num_experts = x.shape, len(weight)
     columns = next_power_of_2(num_experts)
-    rows, depth = (16, 64) if num_tokens <= FEW_TOKENS else (64, 32)
+    rows = 16 if num_tokens <= FEW_TOKENS else 64
     blocks = triton.cdiv(num_tokens, rows)
     # Two programs of 16 rows share a processor.
     room = processors(x.device) * (2 if rows == 16 else 1)
-    splits = max(1, min(MOST_SPLITS, room // max(blocks, 1), triton.cdiv(width, depth)))
-    span = triton.cdiv(triton.cdiv(width, splits), depth) * depth
+    splits = max(1, min(MOST_SPLITS, room // max(blocks, 1), triton.cdiv(width, DEPTH)))
+    span = triton.cdiv(triton.cdiv(width, splits), DEPTH) * DEPTH
     splits = triton.cdiv(width, span)
     partial = torch.empty(splits, num_tokens, num_experts, dtype=torch.float32, device=x.device)
     indices = torch.empty(num_tokens, choices, dtype=torch.int64, device=x.device)
     weights = torch.empty(num_tokens, choices, dtype=torch.float32, device=x.device)
     if num_tokens:
         _partial[(blocks, splits)](x, weight, partial, num_tokens, WIDTH=width, SPAN=span, EXPERTS=num_experts, ROWS=rows,
-                                   COLUMNS=max(columns, 16), DEPTH=depth, PRECISION="bf16x6" if x.is_cuda else "ieee", num_warps=8,
+                                   COLUMNS=max(columns, 16), DEPTH=DEPTH, PRECISION="bf16x6" if x.is_cuda else "ieee", num_warps=8,
                                    num_stages=3)
         some = max(1, 512 // columns)
         _choose[(triton.cdiv(num_tokens, some),)](
