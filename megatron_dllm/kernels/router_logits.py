@@ -1,5 +1,6 @@
 """The router's product in fp32 by matrix units: each factor is a sum of three bf16 numbers, of whose products the six largest are taken,
-which is as near as fp32 itself. torch's fp32 product takes 12 us for 256 tokens, 115 us for 2048 beside other work (H200).
+which is as near as fp32 itself. Alone it takes what torch's fp32 product takes for 256 tokens (15 us on an H200 in one step of 64 columns
+at a time); beside the dense MLP of 2048 tokens, whose products fill the device, 63 us against 115.
 
 Legend: T tokens, E experts, H hidden, S splits of H.
 """

@@ -97,5 +97,5 @@ def _ours(model: DiffusionGemma, session: Callable[[int, int], Denoiser], prompt
 
 @torch.no_grad()
 def _theirs(model, prompt: torch.Tensor, canvas_length: int, steps: int, cache: str) -> None:
-    model.generate(prompt, max_new_tokens=canvas_length, max_denoising_steps=steps, eos_token_id=1, pad_token_id=0,
-                   cache_implementation=cache)
+    asked = {"cache_implementation": "static"} if cache == "static" else {}
+    model.generate(prompt, max_new_tokens=canvas_length, max_denoising_steps=steps, eos_token_id=1, pad_token_id=0, **asked)
