@@ -267,6 +267,15 @@ def graphs_need_bounded_dispatch(impl: str, bound: int | None, *sizes: int) -> F
                  "set --moe-max-tokens-per-rank, or --cuda-graph-impl none", NO_GRAPHS)  # fmt: skip
 
 
+@check("cuda_graph_impl", "moe_token_dispatcher_type", "moe_flex_dispatcher_backend", "expert_model_parallel_size",
+       "expert_tensor_parallel_size")  # fmt: skip
+def graphs_need_deepep_over_ranks(impl: str, kind: str, backend: str | None, *sizes: int) -> Fault | None:
+    if impl == "none" or max(sizes) == 1 or dispatcher_in_use(kind, backend) != "alltoall":
+        return None
+    return Fault("over several ranks alltoall's exchanges are not recorded yet",
+                 "set --moe-token-dispatcher-type deepep, or --cuda-graph-impl none", NO_GRAPHS)  # fmt: skip
+
+
 @check("cuda_graph_impl", "tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
 def graphs_need_whole_layers(impl: str, *sizes: int) -> Fault | None:
     if impl == "none" or max(sizes) == 1:
