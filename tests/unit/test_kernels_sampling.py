@@ -83,11 +83,14 @@ def test_read_product_is_reading_what_is_capped(device, size, softcap):
 @pytest.mark.parametrize("spread", [0.0, 30.0])
 @pytest.mark.parametrize("size", SIZES[::2], ids=str)
 def test_softmax(device, size, spread):
+    """An exponent is rounded in fp32, so a probability's relative error grows with how far its logit is below the largest."""
     need_kernels(device)
     from megatron_dllm.kernels import sampling
 
     for dtype in (torch.float32, torch.bfloat16):
         logits = logits_of(*size, device, spread).to(dtype)
-        want, got = logits.double().softmax(-1), sampling.softmax(logits, torch.float32)
-        torch.testing.assert_close(got.double(), want, rtol=2e-6, atol=1e-30)
+        exact = logits.double()
+        want, got = exact.softmax(-1), sampling.softmax(logits, torch.float32)
+        allowed = want * (exact.amax(-1, keepdim=True) - exact + 8) * 2 ** -23 + 1e-30
+        assert ((got.double() - want).abs() <= allowed).all()
         assert torch.equal(sampling.softmax(logits, torch.bfloat16), got.bfloat16())
