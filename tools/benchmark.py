@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from pathlib import Path
 
@@ -36,6 +37,12 @@ def main() -> int:
         module = importlib.import_module(f"benchmarking.{SUITES[chosen.suite][0]}")
         module.add_arguments(parser)
     arguments = parser.parse_args()
+    import torch  # late: --help does not wait for it
+
+    if chosen.suite != "cpu" and torch.cuda.is_available():
+        from benchmarking.alone import refuse_company
+
+        refuse_company(torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))))
     return 1 if module.run(arguments) else 0
 
 
