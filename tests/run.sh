@@ -12,12 +12,12 @@
 # Everything else goes to pytest: bash tests/run.sh --fast -k tokenizer -x
 set -euo pipefail
 
-unit=270 parallel=255 functional=290 verification=85
+unit=265 parallel=265 functional=300 verification=70
 marks="not full" slack=1 chosen=""
 arguments=()
 while [ $# -gt 0 ]; do
   case $1 in
-    --fast) unit=80 parallel=90 functional=5 verification=5 marks="not slow and not full" ;;
+    --fast) unit=95 parallel=75 functional=5 verification=5 marks="not slow and not full" ;;
     --all) verification=7200 marks="" ;;
     --slack)
       [ $# -gt 1 ] || { echo "error: --slack needs a factor, such as --slack 2" >&2; exit 2; }

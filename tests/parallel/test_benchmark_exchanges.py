@@ -2,6 +2,7 @@
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -31,5 +32,6 @@ def sent_by_each(rank, size):
     return found
 
 
+@pytest.mark.slow
 def test_every_call_counts_once(world):
     assert world.run(sent_by_each, 2, size=2) == [[24 + 8, 56, 68], [24 + 8, 56, 68]]

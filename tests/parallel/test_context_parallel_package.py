@@ -112,6 +112,7 @@ def model_differences(rank, cases, multiple):
         return whole_model.differences_from_one_process(rank, cases)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("multiple", [4, 128])
 def test_a_model_gives_the_loss_and_gradients_of_one_process(world, multiple):
     """With chunks of 128 one rank has all clean tokens and the other mostly fill."""

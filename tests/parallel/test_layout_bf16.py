@@ -2,6 +2,7 @@
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
@@ -26,6 +27,7 @@ def outcomes(rank):
     return [run_case(case, trace, context, compare_low, fault) for fault in ("", FAULT)]
 
 
+@pytest.mark.slow
 def test_dp2_in_bf16_holds_and_a_sum_left_out_is_found(world):
     assert FAULTS[FAULT][0] == LAYOUTS[0].name == "dp2"
     for held, faulty in world.run(outcomes, size=2, timeout=300):

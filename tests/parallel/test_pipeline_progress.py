@@ -66,6 +66,7 @@ def compare_twice(rank):
     return affine.compare(rank, CASE, die_in_the_middle)
 
 
+@pytest.mark.slow
 def test_executor_names_the_action_that_a_dead_rank_left_waiting():
     with pytest.raises(RankFailure) as failure:
         run_world(2, compare_twice)

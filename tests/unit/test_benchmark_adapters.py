@@ -20,6 +20,7 @@ def suite(*flags: str) -> adapters.Suite:
     return adapters.Suite(parser.parse_args(["--toy", "--layers", "2", "--seq-length", "64", "--repeats", "1", *flags]))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # the names of transformers 5.17, which the GPU machines have
 def test_toy_rows_beside_peft(monkeypatch, capsys):
     monkeypatch.setattr(adapters, "ROWS", (adapters.Row(1, True), adapters.Row(1, False, aim=1e9), adapters.Row(4, False)))
@@ -46,6 +47,7 @@ def test_a_changed_base_is_seen():
     assert adapters._bits(model) != before
 
 
+@pytest.mark.slow
 def test_rows_that_come_too_late_are_left_out(capsys):
     run = suite("--no-peer", "--limit", "0")
     assert run.run() == 0 and run.lines == [] and "no time left for 1 x 64, eager" in capsys.readouterr().out

@@ -46,6 +46,7 @@ def test_table_says_memory_by_token_of_a_rank():
     assert RESULT.is_finite and not replace(RESULT, losses=(1.0, float("nan"))).is_finite
 
 
+@pytest.mark.slow
 def test_contexts_are_the_full_layer_and_the_last_window(monkeypatch):
     run = make_run(ParallelConfig(), True, 512, 1)
     bench = Bench.build(run, ParallelContext.single(torch.device("cpu")))

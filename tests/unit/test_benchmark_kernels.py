@@ -31,6 +31,7 @@ def test_toy_sizes(group, capsys):
     assert len(printed.partition("piece, bf16")[2].splitlines()) == 1 + {"attention": 3, "experts": 2, "mHC": 2}[group]
 
 
+@pytest.mark.slow
 def test_a_failure_and_an_aim_that_is_missed(capsys, monkeypatch):
     def fails() -> dict:
         raise RuntimeError("no such kernel")

@@ -73,6 +73,7 @@ ENCODED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("calls, streams", [*((calls, 1) for calls in ENCODED.values()), (ENCODED["canvases"], 2)], ids=[*ENCODED, "mHC"])
 def test_it_holds_what_a_growing_cache_holds(calls, streams):
     config = dataclasses.replace(CONFIG, enable_mhc_connections=streams > 1, mhc_num_residual_streams=streams)

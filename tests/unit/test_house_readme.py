@@ -1,12 +1,16 @@
 """Every command in the documents parses, and the README's tree and links lead somewhere."""
 
+import multiprocessing
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
+import tempfile
 from functools import cache
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 
@@ -91,12 +95,36 @@ def _training_problem(arguments: list[str], processes: int = 1) -> str | None:
 
 @cache
 def flags_in_help(tool: Path, subcommand: str = "") -> frozenset[str]:
-    command = [sys.executable, str(tool), *subcommand.split(), "--help"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "COLUMNS": "200"})
-    assert result.returncode == 0, f"{tool.name} {subcommand} --help: {result.stderr}"
-    known = set(re.findall(r"--[a-z0-9-]+", result.stdout))
+    status, text = in_a_fork(tool, [*subcommand.split(), "--help"])
+    assert status == 0, f"{tool.name} {subcommand} --help: {text}"
+    known = set(re.findall(r"--[a-z0-9-]+", text))
     # A tool that says so takes the flags of training as well.
-    return frozenset(known | {item.name for _, item in config.run.FLAGS.values()} if "pretrain_dllm.py" in result.stdout else known)
+    return frozenset(known | {item.name for _, item in config.run.FLAGS.values()} if "pretrain_dllm.py" in text else known)
+
+
+def in_a_fork(script: Path, words: list[str]) -> tuple[int, str]:
+    """Exit status and output of a script run in a fork of this process, which has imported torch, the better part of its time."""
+    with tempfile.TemporaryFile("w+") as output:
+        process = multiprocessing.get_context("fork").Process(target=_run_script, args=(script, words, output))
+        process.start()
+        process.join(60)
+        assert process.exitcode is not None, f"{script.name} {' '.join(words)} has not ended after a minute"
+        output.seek(0)
+        return process.exitcode, output.read()
+
+
+def _run_script(script: Path, words: list[str], output: TextIO) -> None:
+    os.environ["COLUMNS"] = "200"
+    os.dup2(output.fileno(), 1)
+    os.dup2(output.fileno(), 2)
+    sys.stdout, sys.stderr = (open(descriptor, "w", closefd=False) for descriptor in (1, 2))  # noqa: SIM115 (until the process ends)
+    sys.argv = [str(script), *words]
+    os.chdir(ROOT)
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
 
 
 def cases() -> list:

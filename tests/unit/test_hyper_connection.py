@@ -174,6 +174,7 @@ def mhc_model(num_layers=None, parts=("mhc",)):
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_layers", [None, 1, 2])
 @pytest.mark.parametrize("others", [(), ("mlp", "core_attn")], ids=["mhc", "mhc and others"])
 def test_recompute_changes_no_bit(num_layers, others):

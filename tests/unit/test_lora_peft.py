@@ -71,6 +71,7 @@ def differences(left, right) -> float:
 TARGET_SETS = {"all": LORA.lora_targets, "attention and mlp": ("attention", "mlp"), "experts alone": ("experts",)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("targets", TARGET_SETS.values(), ids=TARGET_SETS)
 def test_peft_loads_them_into_transformers(oracle, base, tmp_path, targets):
     lora = LoRAConfig(lora_rank=3, lora_alpha=5.0, lora_targets=targets)
@@ -106,6 +107,7 @@ def run(base, tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_merged_into_a_full_model(oracle, base, run, tmp_path):
     assert tool("checkpoint", "merge-adapters", run, "--save", tmp_path / "full") == 0
     merged, _ = load_for_inference(tmp_path / "full", torch.device("cpu"))

@@ -78,6 +78,7 @@ def test_save_hf_writes_them_for_peft(base, adapters):
             assert torch.equal(tensors[f"base_model.model.model.{tree}.layers.1.mlp.{name}.lora_B.weight"], ours[part])
 
 
+@pytest.mark.slow
 def test_it_resumes_bit_for_bit(base, adapters, tmp_path):
     shutil.copytree(store.iteration_folder(adapters, 8), store.iteration_folder(tmp_path, 8))
     places = ["--save", str(tmp_path), "--load", str(tmp_path), "--pretrained-checkpoint", str(base)]

@@ -98,6 +98,7 @@ def test_accumulation_does_not_change_the_gradient(changes):
         close(gradients(MODEL, toy_plan(objective, micro_batch_size=size), objective=objective), whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MODELS.keys() - {"plain"})
 def test_accumulation_with_other_layers(kind):
     model, config = MODELS[kind], MODELS[kind].config

@@ -104,6 +104,7 @@ def test_canvas_tokens_are_refused():
         model.mtp[0](x, x, inputs.first_pass)
 
 
+@pytest.mark.slow
 def test_accumulation_does_not_change_the_gradient():
     """The denominators are those of the whole batch, whatever a microbatch holds."""
     model = toy_model(config=MTP)

@@ -222,6 +222,7 @@ def test_main_writes_a_picture_into_the_run(tmp_path, capsys):
     assert min(picture.shape[:2]) > 300 and picture.std() > 0.05
 
 
+@pytest.mark.slow
 def test_main_of_several_runs_writes_here(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in "ab":
@@ -307,6 +308,7 @@ def test_draw_experts():
     assert [text.get_text() for text in panel(figure, shown[2]).get_yticklabels()] == ["0", "1"]
 
 
+@pytest.mark.slow
 def test_main_draws_experts_of_one_run(tmp_path, capsys):
     routed, plain = write_run(tmp_path / "routed", ROUTED), write_run(tmp_path / "plain")
     assert main([str(routed), "--experts"]) == 0

@@ -199,6 +199,7 @@ def suite(monkeypatch):
     return suite
 
 
+@pytest.mark.slow
 @from_transformers
 @pytest.mark.parametrize("case_name", ["few steps", "confident is enough"])
 def test_generate_decides_as_transformers_does(suite, case_name):

@@ -108,6 +108,7 @@ def test_steps_with_graphs_are_bit_equal_to_steps_without(recompute):
     assert all(torch.equal(a, b) for a, b in zip(tensors_of(got), tensors_of(expected), strict=True))
 
 
+@pytest.mark.slow
 def test_a_replay_notes_what_was_noted_when_it_was_recorded(monkeypatch):
     """What recomputes replayed and what was sent; a record that changed on the device, in the replay in which it did and in no other."""
     model = toy_model(recompute=frozenset(["block"]))

@@ -39,6 +39,7 @@ def check(folder: Path, device: torch.device, first: list[str], second: list[str
 ORDERS = pytest.mark.parametrize(("first", "second"), [([], ENGINE), (ENGINE, [])], ids=["from ours", "to ours"])
 
 
+@pytest.mark.slow
 @ORDERS
 def test_with_a_stand_in(tmp_path, monkeypatch, first, second):
     engine = Engine(install_fake(monkeypatch), grouped=True)

@@ -224,6 +224,7 @@ def _made(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_one_command_line_starts_resumes_and_is_requeued(exported, tmp_path, capfd):
     """--pretrained-checkpoint gives the first weights, --load the run's own progress, and a valid --load wins."""
     (tmp_path / "data.jsonl").write_text("".join(json.dumps({"text": f"text number {i} " * 3}) + "\n" for i in range(12)))
