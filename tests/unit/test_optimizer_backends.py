@@ -63,6 +63,16 @@ def train(model, optimizer, steps):
         optimizer.step(0.1, optimizer.grad_norm())
 
 
+def hand_over(first, second):
+    """Masters and moments after two steps, as a checkpoint would take them from one optimizer to the other."""
+    second.make_moments(2)
+    for source, target in zip(first.shards(), second.shards(), strict=True):
+        assert source.key == target.key
+        for read, written in zip(source.rectangles.values(), target.rectangles.values(), strict=True):
+            written.tensor.copy_(read.tensor)
+    second.refresh_parameters()
+
+
 def values(optimizer):
     whole = {name: master.clone() for name, master in optimizer.masters()}
     return whole | {f"{state}/{name}": moment.clone() for name, state, moment in optimizer.states()}
@@ -92,12 +102,7 @@ def test_a_run_goes_on_under_another_backend(packages, before, after):
     interrupted, first = make(before)
     train(interrupted, first, (1.0, 0.5))
     model, second = make(after)
-    second.make_moments(2)
-    for source, target in zip(first.shards(), second.shards(), strict=True):
-        assert source.key == target.key
-        for read, written in zip(source.rectangles.values(), target.rectangles.values(), strict=True):
-            written.tensor.copy_(read.tensor)
-    second.refresh_parameters()
+    hand_over(first, second)
     train(model, second, (2.0,))
     for name, value in values(second).items():
         assert torch.allclose(value, expected[name], rtol=1e-6, atol=1e-7), name
