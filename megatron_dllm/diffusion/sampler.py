@@ -24,12 +24,15 @@ from megatron_dllm.kernels.launch import takes
 
 # Softmax, logarithm and running sums of a [positions, V] slice are live at once; at V = 262144 a slice of this size holds 128 positions.
 READ_CHUNK_BYTES = 128 * 2**20
+# A row whose mean entropy was so many times the one under which it may settle hardly settles at the next step.
+FAR = 50
 
 
 class Denoiser(Protocol):
     """A batch of R rows in the middle of generation: the model, and for every row what its clean tokens left behind (keys and values).
 
-    `dtype` is that of the weights: the sampler hands logits back in it, as the released sampler does.
+    `dtype` is that of the weights: the sampler hands logits back in it, as the released sampler does. `runs_ahead`: whether
+    denoise_and_read returns before the device is done, so that a step may be asked for before the host has looked at the one before.
     """
 
     num_rows: int
@@ -38,6 +41,7 @@ class Denoiser(Protocol):
     max_positions: int
     dtype: torch.dtype
     device: torch.device
+    runs_ahead: bool
 
     def encode(self, tokens: Sequence[Tensor]) -> None:
         """Append clean tokens to each row: `tokens` has R entries, int64 [n] on `device`; n may differ, and 0 leaves a row as it is."""
@@ -80,6 +84,7 @@ class StepInputs:
 class Unrecorded:
     """The last two calls of a Denoiser that has nothing better than the first."""
 
+    runs_ahead = False
     inputs: StepInputs
 
     def prepare(self, inputs: StepInputs) -> None:
@@ -266,30 +271,34 @@ def _denoise_canvas(
 ) -> tuple[Tensor, Tensor]:
     """The committed canvases [A, C] of the `active` rows and the steps [A] that each took; both on the CPU.
 
-    Rows that settle are dropped from the batch, so the others never pay for them.
+    Rows that settle are dropped from the batch, so the others never pay for them. Where a step that is hardly the last of any row is under
+    way, the next one is asked for before the host looks at it; a row that settles all the same goes through that one for nothing.
     """
     device = denoiser.device
-    rows = active.tolist()
+    rows, moved_rows = active.tolist(), _moved(active, device)
     committed = torch.empty(len(rows), denoiser.canvas_length, dtype=torch.long)
     taken = torch.empty(len(rows), dtype=torch.long)
     slots = torch.arange(len(rows))  # where each row still denoising stands in `committed`
-    stability = Stability(config.stability_threshold)
-    inputs = StepInputs(_moved(draws.initial_canvas(rows, canvas_index), device), None, _moved(active, device), temperature(0, config),
-                        _moved(draws.uniforms(rows, canvas_index, 0), device))
-    denoiser.prepare(inputs)
+    stability, least = Stability(config.stability_threshold), 0.0
+    canvas, uniforms = (_moved(x, device) for x in (draws.initial_canvas(rows, canvas_index), draws.uniforms(rows, canvas_index, 0)))
+    denoiser.prepare(StepInputs(canvas, None, moved_rows, temperature(0, config), uniforms))
+    reading = denoiser.denoise_and_read()
     for step in range(config.max_denoising_steps):
-        reading = denoiser.denoise_and_read()
+        last = step == config.max_denoising_steps - 1
         # Drawn while the device works.
         fresh = _moved(draws.fresh_tokens(rows, canvas_index, step), device)
         accepted = accept(reading.entropy, config.entropy_bound)
-        canvas = torch.where(accepted, reading.sample, fresh)
-        settled = stability.update(reading.argmax) & (reading.entropy.mean(dim=-1) < config.confidence_threshold)
-        last = step == config.max_denoising_steps - 1
+        canvas, spread = torch.where(accepted, reading.sample, fresh), reading.entropy.mean(dim=-1)
+        fetched = _Fetched(stability.update(reading.argmax) & (spread < config.confidence_threshold), spread)
+        ahead = None
         if not last:
             uniforms = _moved(draws.uniforms(rows, canvas_index, step + 1), device)
-            inputs = StepInputs(canvas, reading.logits, inputs.rows, temperature(step + 1, config), uniforms)
+            inputs = StepInputs(canvas, reading.logits, moved_rows, temperature(step + 1, config), uniforms)
             denoiser.prepare(inputs)
-        done = (torch.ones_like(settled) if last else settled).cpu()
+            if denoiser.runs_ahead and (step < config.stability_threshold or least >= FAR * config.confidence_threshold):
+                ahead = denoiser.denoise_and_read()
+        settled, spread = fetched.wait()
+        done = torch.ones_like(settled) if last else settled
         if observe is not None:
             observe(DenoisingStep(canvas_index, step, tuple(rows), canvas.cpu(), accepted.cpu(), reading.argmax.cpu(),
                                   reading.entropy.cpu(), done))
@@ -299,11 +308,31 @@ def _denoise_canvas(
                 break
             going = (~done).nonzero()[:, 0]
             kept = _moved(going, device)
-            slots, rows = slots[going], [rows[i] for i in going.tolist()]
-            inputs = inputs.keep(kept)
-            denoiser.prepare(inputs)
+            slots, rows, moved_rows = slots[going], [rows[i] for i in going.tolist()], moved_rows[kept]
             stability.keep(kept)
+            if ahead is None:
+                denoiser.prepare(inputs.keep(kept))
+            else:
+                ahead = ahead.keep(kept)
+        least = spread[~done].min().item()
+        reading = denoiser.denoise_and_read() if ahead is None else ahead
     return committed, taken
+
+
+class _Fetched:
+    """Tensors on their way to the CPU."""
+
+    def __init__(self, *tensors: Tensor):
+        self.event, self.tensors = None, tensors
+        if tensors[0].is_cuda:
+            self.tensors = tuple(torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=True) for x in tensors)
+            self.event = torch.cuda.current_stream(tensors[0].device).record_event()
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """They, once they are there; for nothing that was asked for later."""
+        if self.event is not None:
+            self.event.synchronize()
+        return self.tensors
 
 
 def _moved(values: Tensor, device: torch.device) -> Tensor:
@@ -327,6 +356,10 @@ class LogitsReading:
     sample: Tensor
     argmax: Tensor
     entropy: Tensor
+
+    def keep(self, rows: Tensor) -> LogitsReading:
+        """That of the rows at the indices `rows` alone."""
+        return LogitsReading(self.logits[rows], self.sample[rows], self.argmax[rows], self.entropy[rows])
 
 
 def read_logits(logits: Tensor, temperature: float | Tensor, uniforms: Tensor, dtype: torch.dtype) -> LogitsReading:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_dllm.config import GenerationConfig
+from megatron_dllm.diffusion import sampler
 from megatron_dllm.diffusion.sampler import CounterDraws, Unrecorded, generate, read_logits, temperature
 
 C, V, PAD, EOS = 4, 50, 0, 1
@@ -88,6 +89,23 @@ def test_a_row_stops_when_its_mean_entropy_is_under_the_threshold(threshold, ste
     denoiser = ScriptedDenoiser(1, patience=[0], first_logit=8.0)
     result = run(denoiser, [[5]], replace(CONFIG, max_new_tokens=C, confidence_threshold=threshold))
     assert result.steps.tolist() == [[steps]]
+
+
+class AheadDenoiser(ScriptedDenoiser):
+    runs_ahead = True
+
+
+@pytest.mark.parametrize("far, asked", [
+    (sampler.FAR, [[0, 1, 2], [0, 1, 2], [1, 2], [1, 2], [1, 2], [2]]), (0, [[0, 1, 2]] * 3 + [[1, 2]] * 3)], ids=["seldom", "always"])
+def test_steps_that_run_ahead_change_nothing(monkeypatch, far, asked):
+    """Asked for before the host looks, rows that settle go through one more step, which counts for nothing."""
+    monkeypatch.setattr(sampler, "FAR", far)
+    prompts, config = [[5], [6, 7, 8], [9, 9]], replace(CONFIG, max_new_tokens=2 * C)
+    denoiser, seen = AheadDenoiser(3, patience=[0, 3, 9]), []
+    got, want = run(denoiser, prompts, config, seen.append), run(ScriptedDenoiser(3, patience=[0, 3, 9]), prompts, config)
+    assert torch.equal(got.tokens, want.tokens) and got.steps.tolist() == want.steps.tolist() == [[2, 2], [5, 5], [6, 6]]
+    assert denoiser.asked == asked * 2
+    assert [step.rows for step in seen[:6]] == [(0, 1, 2), (0, 1, 2), (1, 2), (1, 2), (1, 2), (2,)]
 
 
 def test_the_best_guess_is_committed_when_the_steps_run_out():

@@ -192,6 +192,7 @@ class StaticSession:
         config = decoder.model.config
         self.decoder, self.num_rows, self.vocab_size, self.canvas_length = decoder, num_rows, config.vocab_size, config.canvas_length
         self.max_positions, self.dtype, self.device = config.max_position_embeddings, decoder.model.dtype, decoder.model.context.device
+        self.runs_ahead = self.device.type == "cuda" and decoder.make_recorder is not None
         self.new_tokens = -(-max_new_tokens // self.canvas_length) * self.canvas_length
         self.lengths = np.zeros(num_rows, np.int64)
         self._space: Workspace | None = None
