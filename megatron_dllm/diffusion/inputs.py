@@ -61,8 +61,22 @@ class FurtherInputs:
 
 
 @dataclass(frozen=True)
+class DraftInputs:
+    """Drafts that are made beforehand, without gradient.
+
+    tokens      int64, of a pass of their own: the clean tokens that drafts see, then the canvases that have a draft
+    rows        int64: where the latter stand in the canvas stream; None: they are all of it
+    """
+
+    tokens: Tensor
+    token_pass: TokenPass
+    rows: Tensor | None
+
+
+@dataclass(frozen=True)
 class MicrobatchInputs:
-    """See DiffusionGemma.forward. `second_pass` is None when no canvas of the microbatch is self-conditioned."""
+    """See DiffusionGemma.forward. `second_pass` is None when no canvas of the microbatch is self-conditioned, and where drafts are made
+    beforehand (`draft`): then the first pass holds clean tokens and canvases, and is the only one with a gradient."""
 
     clean: StreamInputs
     canvas: StreamInputs
@@ -74,6 +88,7 @@ class MicrobatchInputs:
     second_pass: TokenPass | None
     second_scored: Scored | None
     further: FurtherInputs | None = None
+    draft: DraftInputs | None = None
 
 
 def to_device(value, device: torch.device):
@@ -82,7 +97,8 @@ def to_device(value, device: torch.device):
 
 
 def microbatch_inputs(streams: Streams, config: ModelConfig, *, dtype: torch.dtype, uniform_null: bool = False,
-                      leave_one_out: bool = False, second_loop: bool = False, mtp_scale: float = 0.1, scored_multiple: int = 1,
+                      leave_one_out: bool = False, second_loop: bool = False, drafts_apart: bool = False, mtp_scale: float = 0.1,
+                      scored_multiple: int = 1,
                       device: torch.device = CPU,
                       split: SequenceSplit = SequenceSplit(),  # noqa: B008 (immutable)
                       context_split: ContextSplit = ContextSplit()) -> MicrobatchInputs:  # noqa: B008 (immutable)
@@ -90,27 +106,34 @@ def microbatch_inputs(streams: Streams, config: ModelConfig, *, dtype: torch.dty
 
     `dtype` is that of loss weights: at least fp32.
     `second_loop`: there is one even if nothing here takes it, because a rank that shares our experts has one.
+    `drafts_apart`: drafts are made beforehand (see DraftInputs). Clean tokens go forward twice; all has its backward at once.
     `scored_multiple`: each pass's scored tokens are filled up to a multiple, by some that weigh nothing.
     """
     shared = SharedMicrobatch.of(streams.visibility, context_split)
     clean, canvas = streams.clean.select(shared.own_clean), streams.canvas.select(shared.own_canvas)
     again, level, bonus = (x[shared.own_canvas] for x in (streams.self_conditioned, streams.noise_level, streams.observed_bonus))
-    drafts = np.concatenate([np.zeros(len(clean), bool), again])
     everyones_drafts = np.concatenate([np.zeros(len(streams.clean), bool), streams.self_conditioned])
     kept = _kept(streams, everyones_drafts, config) if second_loop or everyones_drafts.any() else None
     place = {"device": device, "dtype": dtype}
+    linear, words = "linear" in config.layer_types, streams.dropout
+    canvas_words, draft = None if words is None else words.canvas, None
+    if drafts_apart and kept is not None:
+        assert context_split.size == split.size == 1, "drafts are made beforehand where each rank has all tokens of its rows"
+        draft, kept = _draft_inputs(streams, kept["full"], config, **place), None
+        canvas_words = None if words is None else np.where(again, words.second, words.canvas)
+        again = np.zeros_like(again)
+    drafts = np.concatenate([np.zeros(len(clean), bool), again])
     score = partial(_scored, leave_one_out=leave_one_out, multiple=scored_multiple, **place)
     kinds = np.where(np.arange(len(streams.clean)) < len(streams.clean) - streams.num_fill, CLEAN, FILL)[shared.own_clean]
     # A draft is scored nowhere, its signal has no gradient, and no other token sees it.
     num_live = len(clean) if len(canvas) and again.all() else None
     canvas_group = 1 + np.minimum((level * NOISE_BINS).astype(np.int64), NOISE_BINS - 1)
-    linear, words = "linear" in config.layer_types, streams.dropout
     first_pass = token_pass(
         config, dict.fromkeys(LAYER_TYPES, streams.visibility), np.concatenate([clean.positions, canvas.positions]), num_clean=len(clean),
         kept=kept and {kind: shared.own_kept(kept[kind]) for kind in LAYER_TYPES}, shards=shared.first_pass(), device=device, split=split,
         routed=_routed(np.concatenate([kinds, np.where(again, DRAFT, CANVAS)]), streams, num_live=num_live, **place),
         runs=first_runs(streams.visibility, None if kept is None else streams.self_conditioned) if linear else None,
-        draws=None if words is None else np.concatenate([words.clean[shared.own_clean], words.canvas[shared.own_canvas]]),
+        draws=None if words is None else np.concatenate([words.clean[shared.own_clean], canvas_words[shared.own_canvas]]),
         num_live=num_live)
     first_scored = score([(clean, np.zeros(len(clean), np.int64), None), (canvas, canvas_group, bonus)], ~drafts)
     second_pass = second_scored = None
@@ -126,7 +149,25 @@ def microbatch_inputs(streams: Streams, config: ModelConfig, *, dtype: torch.dty
         clean=StreamInputs(_tensor(clean.tokens, device)), canvas=StreamInputs(_tensor(canvas.tokens, device)), uniform_null=uniform_null,
         first_pass=first_pass, first_scored=first_scored, draft_rows=_tensor(np.flatnonzero(drafts), device),
         second_tokens=_tensor(canvas.tokens[again], device), second_pass=second_pass, second_scored=second_scored,
-        further=_further(streams, config, mtp_scale, context_split=context_split, split=split, **place) if config.mtp_num_layers else None)
+        further=_further(streams, config, mtp_scale, context_split=context_split, split=split, **place) if config.mtp_num_layers else None,
+        draft=draft)
+
+
+def _draft_inputs(streams: Streams, seen: np.ndarray, config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> DraftInputs:
+    """The drafts of a microbatch after the clean tokens `seen` (int64, rising), of each document its first ones."""
+    clean, again, words = streams.clean.select(seen), streams.self_conditioned, streams.dropout
+    canvas = streams.canvas.select(again)
+    chosen = np.concatenate([np.isin(np.arange(len(streams.clean)), seen), again])
+    visibility = streams.visibility.against_kept(chosen, seen)
+    # Clean tokens are counted where they have a gradient.
+    stream = np.concatenate([np.full(len(clean), FILL), np.full(len(canvas), DRAFT)])
+    draft_pass = token_pass(
+        config, dict.fromkeys(LAYER_TYPES, visibility), np.concatenate([clean.positions, canvas.positions]), num_clean=len(clean),
+        device=device, routed=RoutedTokens.of(_tensor(stream, device), streams.num_routed, dtype, is_draft=True),
+        runs=first_runs(visibility, None) if "linear" in config.layer_types else None,
+        draws=None if words is None else np.concatenate([words.clean[seen], words.canvas[again]]))
+    return DraftInputs(_tensor(np.concatenate([clean.tokens, canvas.tokens]), device), draft_pass,
+                       None if again.all() else _tensor(np.flatnonzero(again), device))
 
 
 def _further(streams: Streams, config: ModelConfig, scale: float, *, context_split: ContextSplit, split: SequenceSplit,

@@ -24,7 +24,8 @@ class RoutedTokens:
     """What routers know of the tokens of a pass, made once for all its layers. stream int64 [T]; share [T], at least fp32: 1 / (tokens that
     count in the step, over all ranks and microbatches), 0 for drafts and fill, which do not count. From these: one_hot [T, S] of the
     streams, in the dtype of `share`; num_tokens int64 [S]; totals [3]: 0, 0, and the sum of `share`, the losses of a layer without any
-    (RoutingFigures). num_live: only so many tokens, the first ones, may get a gradient that is not zero (None: all)."""
+    (RoutingFigures). num_live: only so many tokens, the first ones, may get a gradient that is not zero (None: all). is_draft: the pass
+    is of drafts alone, made without gradient though in training; its figures are noted all the same."""
 
     stream: Tensor
     share: Tensor
@@ -32,20 +33,23 @@ class RoutedTokens:
     num_tokens: Tensor
     totals: Tensor
     num_live: int | None = None
+    is_draft: bool = False
 
     @classmethod
-    def of(cls, stream: Tensor, num_counted: int, dtype: torch.dtype, num_live: int | None = None) -> RoutedTokens:
+    def of(cls, stream: Tensor, num_counted: int, dtype: torch.dtype, num_live: int | None = None, *,
+           is_draft: bool = False) -> RoutedTokens:
         """Of streams [T]; `num_counted` is that global number."""
-        return cls._of(stream, ((stream == CLEAN) | (stream == CANVAS)).to(dtype) / num_counted, num_live)
+        return cls._of(stream, ((stream == CLEAN) | (stream == CANVAS)).to(dtype) / num_counted, num_live, is_draft)
 
     @classmethod
-    def _of(cls, stream: Tensor, share: Tensor, num_live: int | None = None) -> RoutedTokens:
+    def _of(cls, stream: Tensor, share: Tensor, num_live: int | None, is_draft: bool) -> RoutedTokens:
         of_stream = stream[:, None] == torch.arange(len(STREAMS), device=stream.device)
-        return cls(stream, share, of_stream.to(share.dtype), of_stream.sum(0), torch.nn.functional.pad(share.sum()[None], (2, 0)), num_live)
+        totals = torch.nn.functional.pad(share.sum()[None], (2, 0))
+        return cls(stream, share, of_stream.to(share.dtype), of_stream.sum(0), totals, num_live, is_draft)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> RoutedTokens:
         """The tokens that the function takes out of a value a token [T]."""
-        return RoutedTokens._of(function(self.stream), function(self.share))
+        return RoutedTokens._of(function(self.stream), function(self.share), None, self.is_draft)
 
 
 class BalanceLosses:

@@ -68,7 +68,7 @@ class MoELayer(nn.Module):
     def _balanced(self, routing: Routing, tokens: RoutedTokens, fractions: Tensor | None, call: Call) -> Tensor:
         """The routing's weights with the balance losses tied to them; figures are noted once, in the forward."""
         losses = self.losses(routing.logits, routing.probabilities, tokens, fractions)
-        if torch.is_grad_enabled() and not call.is_recompute:
+        if (torch.is_grad_enabled() or tokens.is_draft) and not call.is_recompute:
             self.monitor.note(self.name, RoutingFigures.of(routing.probabilities, routing.indices, tokens, losses))
             if self.router.bias is not None:
                 self.router.bias.note(routing.indices, tokens)

@@ -161,7 +161,8 @@ class GraphedMicrobatches:
         static.load(inputs)
         self._held[key] = static, self.recorder.record(lambda: self.run(static.inputs))
         self._counts.recorded += 1
-        passes = [inputs.first_pass, *([] if inputs.second_pass is None else [inputs.second_pass])]
+        drafts = [] if inputs.draft is None else [inputs.draft.token_pass]
+        passes = [*drafts, inputs.first_pass, *([] if inputs.second_pass is None else [inputs.second_pass])]
         self.message(f"CUDA graph {len(self._held)} of at most {self.limit} (--cuda-graph-limit): passes of "
                      f"{' and '.join(str(p.num_tokens) for p in passes)} tokens, {static.num_bytes / 2 ** 20:.1f} MiB of inputs")
 

@@ -49,15 +49,16 @@ def toy_tokens(index: int, length: int, config=CONFIG) -> np.ndarray:
 
 
 def toy_inputs(plan: BatchPlan, microbatch=0, *, objective=None, config=CONFIG, edit=None, dtype=torch.float64,
-               scored_multiple=1) -> MicrobatchInputs:
+               scored_multiple=1, dropout=False, **options) -> MicrobatchInputs:
     """A microbatch of the plan as the model reads it; `edit` may change its streams first."""
     objective = objective or ObjectiveConfig()
     chosen = plan.microbatches[0][microbatch]
     tokens = [toy_tokens(e.index, e.fit.prompt + e.fit.response, config) for e in chosen.examples]
-    streams = build_streams(chosen, tokens, objective, plan.denominators, vocab_size=config.vocab_size, fill_token=config.fill_token_id)
+    streams = build_streams(chosen, tokens, objective, plan.denominators, vocab_size=config.vocab_size, fill_token=config.fill_token_id,
+                            dropout=dropout)
     return microbatch_inputs(
         edit(streams) if edit else streams, config, dtype=dtype, uniform_null=objective.self_conditioning_null == "uniform",
-        leave_one_out=objective.diffusion_loss in ("loo", "reweighted-loo"), scored_multiple=scored_multiple)
+        leave_one_out=objective.diffusion_loss in ("loo", "reweighted-loo"), scored_multiple=scored_multiple, **options)
 
 
 def gradients(model: DiffusionGemma, plan: BatchPlan, **options) -> tuple[float, dict[str, torch.Tensor]]:

@@ -1,7 +1,8 @@
 """DiffusionGemma: one stack of layers that runs as a causal encoder over clean tokens and as a bidirectional decoder over canvases.
 
 A microbatch goes through the stack once, clean and canvas tokens together; rows whose canvas is self-conditioned take a second loop, the
-canvas alone, reading the keys and values that the first loop kept.
+canvas alone, reading the keys and values that the first loop kept. Or their drafts are made beforehand, without gradient, and all takes one
+loop: clean tokens then go forward twice, but weights are read, and kernels started, once less (training/draft_pass.py decides).
 """
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...config import ModelConfig, MoEConfig
-from ...diffusion.inputs import MicrobatchInputs
+from ...diffusion.inputs import DraftInputs, MicrobatchInputs
 from ...diffusion.losses import LossTerms, loss_terms
 from ...kernels.launch import takes
 from ...moe.balance import BalanceLosses, RoutingMonitor
@@ -178,7 +179,8 @@ class DiffusionGemma(nn.Module):
         """Both losses of a microbatch, already divided by the global denominators."""
         # The uniform signal reads the embedding beside these.
         shared = SharedWeight.of(self.embedding.weight, has_others=inputs.uniform_null)
-        x, contexts = self.run_layers(self.enter(inputs, shared), inputs.first_pass)
+        signal = None if inputs.draft is None else self.signal_beforehand(inputs, inputs.draft, shared)
+        x, contexts = self.run_layers(self.enter(inputs, shared, signal), inputs.first_pass)
         hidden = self.whole(x, inputs.first_pass)
         terms = self.first_terms(hidden, inputs, shared)
         if inputs.second_pass is not None:
@@ -207,10 +209,22 @@ class DiffusionGemma(nn.Module):
         tp = self.context.tp
         return F.pad(x, (0, 0, 0, -len(x) % tp.size)).chunk(tp.size)[tp.rank]
 
-    def enter(self, inputs: MicrobatchInputs, shared: SharedWeight | None = None) -> Tensor:
-        """What the first pass enters the stack as."""
+    def signal_beforehand(self, inputs: MicrobatchInputs, draft: DraftInputs, shared: SharedWeight | None = None) -> Tensor:
+        """The signal [T, H] of all canvas tokens, from drafts without gradient; canvases without a draft have what stands for none."""
+        with torch.no_grad():
+            entered = self.enter_canvas(self.embed(draft.tokens), inputs, draft.token_pass)
+            hidden, _ = self.run_layers(entered, draft.token_pass)
+        signal = self.soft_signal(hidden[draft.token_pass.num_clean:], shared)
+        if draft.rows is None:
+            return signal
+        null = self.null_signal() if inputs.uniform_null else signal.new_zeros(1, signal.shape[1])
+        return null.expand(len(inputs.canvas.tokens), -1).index_copy(0, draft.rows, signal)
+
+    def enter(self, inputs: MicrobatchInputs, shared: SharedWeight | None = None, signal: Tensor | None = None) -> Tensor:
+        """What the first pass enters the stack as; with the `signal` of its canvases where they have one already."""
         # One call for both streams: under sequence parallelism each call deals its own tokens over the ranks.
-        return self.enter_canvas(self.embed(torch.cat([inputs.clean.tokens, inputs.canvas.tokens]), shared), inputs)
+        entered = self.embed(torch.cat([inputs.clean.tokens, inputs.canvas.tokens]), shared)
+        return self.enter_canvas(entered, inputs, inputs.first_pass, signal)
 
     def enter_again(self, inputs: MicrobatchInputs, signal: Tensor, shared: SharedWeight | None = None) -> Tensor:
         """What the second pass enters the stack as, from the signal of its draft."""
@@ -220,11 +234,14 @@ class DiffusionGemma(nn.Module):
         """The second pass's signal from the first one's final hidden states, [T, H] of it (see `own`)."""
         return self.own(self.soft_signal(hidden[inputs.draft_rows].detach(), shared))
 
-    def enter_canvas(self, x: Tensor, inputs: MicrobatchInputs) -> Tensor:
-        """The first pass's tokens, those of canvases through the self-conditioning module with the signal that stands for no draft."""
-        num_clean = inputs.first_pass.num_own_clean
-        canvas = self.self_conditioning(x[num_clean:], self.null_signal() if inputs.uniform_null else None)
-        return torch.cat([x[:num_clean], canvas])
+    def enter_canvas(self, x: Tensor, inputs: MicrobatchInputs, token_pass: TokenPass | None = None,
+                     signal: Tensor | None = None) -> Tensor:
+        """The tokens of a pass (None: the first), those of canvases through the self-conditioning module with their `signal`; None: the one
+        that stands for no draft."""
+        num_clean = (token_pass or inputs.first_pass).num_own_clean
+        if signal is None and inputs.uniform_null:
+            signal = self.null_signal()
+        return torch.cat([x[:num_clean], self.self_conditioning(x[num_clean:], signal)])
 
     def cross_entropy(self, hidden: Tensor, **scored):
         """The fused output layer and cross entropy; see linear_cross_entropy."""

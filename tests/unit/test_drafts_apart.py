@@ -1,0 +1,120 @@
+"""Drafts made beforehand: the losses, gradients and figures of drafts made beside the clean tokens."""
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_dllm.config import LoRAConfig, ObjectiveConfig
+from megatron_dllm.diffusion import inputs as inputs_module
+from megatron_dllm.diffusion.fill import filled_up
+from megatron_dllm.diffusion.nested import form_of
+from megatron_dllm.models.diffusion_gemma.lora import add_adapters
+from megatron_dllm.tensor_parallel.initialization import Initializer
+from tests.unit.toy import CONFIG, LENGTHS, toy_inputs, toy_model, toy_plan
+
+LINEAR = dataclasses.replace(CONFIG, num_layers=2, layer_types=("linear", "full"))
+MTP = dataclasses.replace(CONFIG, num_layers=2, layer_types=("sliding", "full"), mtp_num_layers=2)
+MHC = dataclasses.replace(CONFIG, enable_mhc_connections=True, mhc_num_residual_streams=2)
+SOME, ALL, NONE = (ObjectiveConfig(self_conditioning_prob=share) for share in (0.5, 1.0, 0.0))
+UNIFORM = dataclasses.replace(SOME, self_conditioning_null="uniform", canvases_scored="all", diffusion_loss="reweighted-loo")
+CASES = {
+    "some": (CONFIG, SOME, {}), "all": (CONFIG, ALL, {}), "packed": (CONFIG, SOME, {"packed": True}),
+    "all canvases, uniform null": (CONFIG, UNIFORM, {"packed": True}), "linear layers": (LINEAR, SOME, {"lengths": LENGTHS[:4]}),
+    "mtp": (MTP, SOME, {}),
+    "mhc": (MHC, ALL, {}), "one row": (CONFIG, ALL, {"lengths": LENGTHS[2:3]})}
+MULTIPLE = 2  # that the kept clean tokens are filled up to: with the real one all of a toy's would be kept
+
+
+@pytest.fixture(autouse=True)
+def few_are_kept(monkeypatch):
+    monkeypatch.setattr(inputs_module, "KEPT_MULTIPLE", MULTIPLE)
+
+
+def results(model, inputs):
+    """Loss terms, gradients of all that is trained, and every layer's figures."""
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    terms = model(inputs)
+    grads = torch.autograd.grad(terms.total, list(trained.values()), allow_unused=True)
+    return terms.detach(), dict(zip(trained, grads, strict=True)), model.routing.drain()
+
+
+def agree(model, shared, apart):
+    """Both orders give one result; that of the second."""
+    assert shared.second_pass is not None and apart.second_pass is None and apart.draft is not None
+    wanted, found = results(model, shared), results(model, apart)
+    for name in ("total", "weighted", "sums", "correct", "counts"):
+        torch.testing.assert_close(getattr(found[0], name), getattr(wanted[0], name), rtol=1e-12, atol=1e-12)
+    scale = torch.stack([g.norm() for g in wanted[1].values() if g is not None]).norm()
+    for name, want in wanted[1].items():
+        if want is None:  # a parameter that the microbatch does not use
+            assert found[1][name] is None
+            continue
+        assert (found[1][name] - want).norm() <= 1e-10 * want.norm() + 1e-13 * scale, name
+    assert found[2].keys() == wanted[2].keys()
+    for layer, want in wanted[2].items():
+        assert torch.equal(found[2][layer].load, want.load) and torch.equal(found[2][layer].num_tokens, want.num_tokens)
+        torch.testing.assert_close(found[2][layer].entropy, want.entropy, rtol=1e-12, atol=0)
+        torch.testing.assert_close(found[2][layer].losses, want.losses, rtol=1e-12, atol=1e-15)
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_both_orders_agree(case):
+    config, objective, options = CASES[case]
+    plan = toy_plan(objective, config=config, **options)
+    given = {"objective": objective, "config": config}
+    model = toy_model(config=config)
+    shared, apart = toy_inputs(plan, **given), toy_inputs(plan, drafts_apart=True, **given)
+    found = agree(model, shared, apart)
+    drafts = next(iter(found[2].values())).num_tokens[1]
+    assert drafts == len(shared.draft_rows) > 0
+    # Without its signal a canvas has another loss.
+    blind = model(dataclasses.replace(apart, draft=None)).total
+    assert (blind - found[0].total).abs() > 1e-6 * blind.abs()
+
+
+def test_of_clean_tokens_those_before_canvases_are_drafted_on():
+    plan = toy_plan(ALL)
+    apart = toy_inputs(plan, objective=ALL, drafts_apart=True)
+    seen = sum(example.canvas_start(example.canvases[0]) for example in plan.microbatches[0][0].examples)
+    assert seen <= apart.draft.token_pass.num_clean < seen + MULTIPLE < len(apart.clean.tokens)
+
+
+def test_without_drafts_nothing_is_apart():
+    plan = toy_plan(NONE)
+    assert form_of(toy_inputs(plan, objective=NONE)) == form_of(toy_inputs(plan, objective=NONE, drafts_apart=True))
+
+
+def test_a_loop_for_others_alone():
+    """Ranks that share experts make drafts of nothing where only others have some."""
+    plan = toy_plan(NONE)
+    empty = toy_inputs(plan, objective=NONE, drafts_apart=True, second_loop=True)
+    assert empty.draft.token_pass.num_tokens == 0
+    model = toy_model()
+    torch.testing.assert_close(model(empty).total, model(toy_inputs(plan, objective=NONE)).total, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("part", ["block", "moe"])
+def test_recompute_and_fill(part):
+    plan = toy_plan(SOME)
+    filled = {"objective": SOME, "edit": lambda streams: filled_up(streams, 16, CONFIG.pad_token_id)}
+    model = toy_model(recompute=frozenset([part]))
+    agree(model, toy_inputs(plan, **filled), toy_inputs(plan, drafts_apart=True, **filled))
+    report = model.recompute.monitor.report()
+    assert report.hits > 0 and report.misses == 0 and not report.corrupted
+
+
+def test_dropout_draws_are_the_same():
+    plan = toy_plan(SOME)
+    model = toy_model()
+    add_adapters(model, LoRAConfig(lora_rank=2, lora_dropout=0.5, lora_targets=("attention", "mlp")), Initializer(3, 0.2))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("adapter.b"):
+                parameter.fill_(0.1)
+    model.train()
+    found = [toy_inputs(plan, objective=SOME, dropout=True, drafts_apart=apart) for apart in (False, True)]
+    agree(model, *found)
+    words = [np.asarray(inputs.draft.token_pass.draws.every if inputs.draft else inputs.second_pass.draws.every) for inputs in found]
+    assert not np.array_equal(*words)  # drafts and canvases have draws of their own
