@@ -22,6 +22,7 @@ SUITES = {
     "generation": ("generation", "a denoising step of generation beside transformers"),
     "pipeline": ("pipeline", "PP2 and PP2/VPP2 beside one process, with mHC and without: equal steps, time, bubble"),
     "context": ("context", "optimizer steps on documents of 100,096 tokens, on one GPU or shared by several: tokens/s, memory, bytes"),
+    "full": ("full", "the recipes' whole steps by layout on 2 to 8 GPUs: s/step, tokens/s, memory, exposed communication, loss beside one"),
     "moe": ("moe", "training steps by dispatcher and recompute over ranks that share experts: time, exchanges, exposed communication"),
 }
 
