@@ -53,7 +53,8 @@ def row_linear(x: Tensor, weight: Tensor, *, tp: Group, sequence_parallel: bool,
     Saved: x and weight, or what `product` saves.
     """
     y = product(x, weight)
-    return scatter_sum_sequence(y, tp) if sequence_parallel else sum_over(y, tp, overwrite=True)
+    # Another package's result may be a view that its autograd function has made, or something it keeps: not ours to write to.
+    return scatter_sum_sequence(y, tp) if sequence_parallel else sum_over(y, tp, overwrite=product is F.linear)
 
 
 def column_layers(x: Tensor, layers: Sequence[ColumnParallelLinear], draws: TokenDraws | None = None) -> tuple[Tensor, ...]:
