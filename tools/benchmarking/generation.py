@@ -1,14 +1,19 @@
 """A denoising step of generation, sampling included, beside transformers' generate: real widths, random weights shared by both.
 
-The time of a step is the difference of a run of many steps and one of few, so that encoding the prompt drops out. With random weights no
-canvas settles before its last step; both sides' steps are counted, and another number is an error. Every run is a new session; what is
-recorded or compiled for the first one serves the others, on both sides.
+The time of a step is the difference of a run of many steps and one of few, so that encoding the prompt drops out; of each the median of
+some runs, after one that is not counted. With random weights no canvas settles before its last step; both sides' steps are counted, and
+another number is an error. Every run is a new session; what is recorded or compiled for the first one serves the others, on both sides.
 """
 from __future__ import annotations
 
 import argparse
+import signal
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import FrameType
 
 import torch
 
@@ -21,7 +26,7 @@ from megatron_dllm.parallel import ParallelContext
 from .peers import share_weights, untied_model
 from .workload import FIRST_TOKEN, DeviceNormal, real_width, release_memory, toy_width
 
-FEW, MANY = 4, 48
+FEW, MANY, RUNS = 4, 36, 3
 AIMS = {1: 5.0, 8: 3.5}  # batch size -> times faster than the peer
 STATIC_AIM = 1.2  # than its static cache
 
@@ -30,13 +35,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, default=30, help="Layers, every sixth a full one.")
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8], help="Prompts at once.")
     parser.add_argument("--prompt", type=int, default=1024, help="Tokens of each prompt.")
-    parser.add_argument("--static-cache", action="store_true",
-                        help="Beside transformers' static cache too, which it compiles first, for minutes.")
+    parser.add_argument("--static-cache-limit", type=int, default=240, metavar="SECONDS",
+                        help="For transformers' static cache at all batch sizes, which it compiles first, for minutes; 0: without it.")
     parser.add_argument("--toy", action="store_true", help="Toy width, on any device.")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the table; the number of batch sizes that miss their aim."""
+    """Print the table; the number of lines that miss their aim. What could not be measured is said, and counts for nothing."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     layers = ["full" if number % 6 == 5 else "sliding" for number in range(arguments.layers)]
     config = (toy_width if arguments.toy else real_width)(layers)
@@ -48,25 +53,61 @@ def run(arguments: argparse.Namespace) -> int:
     model.requires_grad_(False).eval()
     share_weights(model, theirs)
     release_memory(device)
-    session, lines, missed = session_maker(model), [], 0
-    for batch in arguments.batch_sizes:
-        generator = torch.Generator().manual_seed(batch)
-        prompt = torch.randint(FIRST_TOKEN, config.vocab_size, (batch, arguments.prompt), generator=generator)
-        ours = _step_ms(lambda steps, prompt=prompt: _ours(model, session, prompt, steps), device)
-        peers = [("dynamic", AIMS.get(batch, 1.0))] + [("static", STATIC_AIM)] * arguments.static_cache
-        for cache, aim in peers:
-            peer = _step_ms(lambda steps, prompt=prompt, cache=cache: _theirs(
-                theirs, prompt.to(device), config.canvas_length, steps, cache), device)
-            holds = peer[0] >= aim * ours[0] and peer[1] >= ours[1]
-            missed += not holds
-            lines.append(f"{batch:>5} {arguments.prompt:>6} {cache:>8} {ours[0]:>9.2f} {peer[0]:>12.2f} {peer[0] / ours[0]:>6.2f} "
-                         f"{aim:>5.1f} {ours[1]:>9.1f} {peer[1]:>12.1f} {'' if holds else 'missed'}")
+    session, prompts, ours, missed = session_maker(model), {}, {}, 0
     print(f"{arguments.layers} layers, {device.type}, {dtype}; milliseconds a denoising step, sampling included; 'rest': what a canvas "
           "takes beside its steps (encoding the prompt), no more than theirs being the aim")
     print(f"{'batch':>5} {'prompt':>6} {'cache':>8} {'ours':>9} {'transformers':>12} {'ratio':>6} {'aim':>5} {'our rest':>9} "
-          f"{'their rest':>12}")
-    print("\n".join(lines))
+          f"{'their rest':>12}", flush=True)
+    for batch in arguments.batch_sizes:
+        generator = torch.Generator().manual_seed(batch)
+        prompts[batch] = torch.randint(FIRST_TOKEN, config.vocab_size, (batch, arguments.prompt), generator=generator)
+        ours[batch] = _step_ms(partial(_ours, model, session, prompts[batch]), device)
+        peer = _step_ms(partial(_theirs, theirs, prompts[batch].to(device), config.canvas_length, {}), device)
+        missed += _print_line(prompts[batch], "dynamic", ours[batch], peer, AIMS.get(batch, 1.0))
+    end = time.monotonic() + arguments.static_cache_limit
+    for batch in arguments.batch_sizes if arguments.static_cache_limit else []:
+        generate_static = partial(_theirs, theirs, prompts[batch].to(device), config.canvas_length, {"cache_implementation": "static"})
+        try:
+            with _at_most(end - time.monotonic()):
+                peer = _step_ms(generate_static, device)
+        except (TimeoutError, RuntimeError) as error:  # compilation's errors are RuntimeErrors
+            print(f"{batch:>5} {arguments.prompt:>6} {'static':>8} not measured: {_why(error, arguments.static_cache_limit)}", flush=True)
+            continue
+        missed += _print_line(prompts[batch], "static", ours[batch], peer, STATIC_AIM)
     return missed
+
+
+def _print_line(prompt: torch.Tensor, cache: str, ours: tuple[float, float], peer: tuple[float, float], aim: float) -> bool:
+    """Whether the aim is missed."""
+    holds = peer[0] >= aim * ours[0] and peer[1] >= ours[1]
+    print(f"{len(prompt):>5} {prompt.shape[1]:>6} {cache:>8} {ours[0]:>9.2f} {peer[0]:>12.2f} {peer[0] / ours[0]:>6.2f} {aim:>5.1f} "
+          f"{ours[1]:>9.1f} {peer[1]:>12.1f} {'' if holds else 'missed'}", flush=True)
+    return not holds
+
+
+@contextmanager
+def _at_most(seconds: float) -> Iterator[None]:
+    """TimeoutError in what still runs after so many seconds."""
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _why(error: BaseException, limit: int) -> str:
+    """In one line; a compiler's error may hide that time ran out."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, TimeoutError):
+            return f"not done after the {limit} s of --static-cache-limit for all batch sizes, compilation included"
+        cause = cause.__cause__ or cause.__context__
+    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0][:200]}"
 
 
 def _step_ms(generate_with: Callable[[int], None], device: torch.device) -> tuple[float, float]:
@@ -82,7 +123,9 @@ def _step_ms(generate_with: Callable[[int], None], device: torch.device) -> tupl
         return time.perf_counter() - start
 
     seconds(FEW)
-    few, many = seconds(FEW), seconds(MANY)
+    # In turns, so that a device that warms up does so for both.
+    taken = [(seconds(FEW), seconds(MANY)) for _ in range(RUNS)]
+    few, many = (statistics.median(times) for times in zip(*taken, strict=True))
     step = (many - few) / (MANY - FEW)
     return step * 1e3, (few - FEW * step) * 1e3
 
@@ -96,6 +139,5 @@ def _ours(model: DiffusionGemma, session: Callable[[int, int], Denoiser], prompt
 
 
 @torch.no_grad()
-def _theirs(model, prompt: torch.Tensor, canvas_length: int, steps: int, cache: str) -> None:
-    asked = {"cache_implementation": "static"} if cache == "static" else {}
+def _theirs(model, prompt: torch.Tensor, canvas_length: int, asked: dict[str, str], steps: int) -> None:
     model.generate(prompt, max_new_tokens=canvas_length, max_denoising_steps=steps, eos_token_id=1, pad_token_id=0, **asked)
