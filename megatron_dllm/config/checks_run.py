@@ -57,6 +57,23 @@ def antithetic_needs_company(sampling: str, batch: int) -> Fault | None:
     return Fault("one example has no others to be spread against", "set --noise-sampling to uniform", {"noise_sampling": "uniform"})
 
 
+@check("draft_pass", "sequence_parallel", "context_parallel_size", "pipeline_model_parallel_size")
+def drafts_apart_need_whole_rows(draft_pass: str, split: bool, cp: int, pp: int) -> Fault | None:
+    if draft_pass != "apart" or not (split or cp * pp > 1):
+        return None
+    return Fault("drafts are made beforehand only where a rank has all layers and all tokens of its rows",
+                 "set --draft-pass auto, or leave out --sequence-parallel, --context-parallel-size and --pipeline-model-parallel-size",
+                 {"draft_pass": "auto"})  # fmt: skip
+
+
+@check("draft_pass", "moe_aux_loss_coeff")
+def drafts_apart_change_a_loss(draft_pass: str, coeff: float) -> Fault | None:
+    if draft_pass != "apart" or not coeff:
+        return None
+    return Fault("the loss on the experts' loads takes those of each pass apart, so other passes would make it another loss",
+                 "set --draft-pass auto, or --moe-aux-loss-coeff 0", {"draft_pass": "auto"})  # fmt: skip
+
+
 @check("data_source", "data_path")
 def some_data(source: str, path: tuple[str, ...]) -> Fault | None:
     if path or DataConfig(data_source=source).makes_examples:

@@ -55,6 +55,13 @@ class TrainingConfig:
     mhc_recompute_layer_num: int | None = flag(
         "Layers whose residual streams are computed again together from those that enter them; without it all of a stage.", None
     )
+    draft_pass: Literal["auto", "shared", "apart"] = flag(
+        "How a canvas is decoded twice: shared: its draft rides with the clean tokens, and it follows in a pass of its own; apart: its "
+        "draft is made beforehand without gradient, and it goes with the clean tokens, which so go forward twice, while weights are read "
+        "once less in the backward; auto: apart where that costs less (few tokens beside many experts, with --bf16 on a GPU). The loss is "
+        "the same.",
+        "auto",
+    )
     cuda_graph_impl: Literal["none", "local"] = flag(
         "local: record forward and backward of a microbatch as a CUDA graph when its form (all its sizes) comes for the second time, and "
         "replay it from then on: for steps of few tokens, which are bound by the host that starts their kernels.",

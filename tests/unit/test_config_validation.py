@@ -38,6 +38,8 @@ def test_good_runs_have_no_problem():
 
 # Rule -> settings that break it and no other, the processes, what the problem's text says.
 CASES: list[tuple[str, dict, int, str]] = [
+    ("drafts_apart_need_whole_rows", {"draft_pass": "apart", "context_parallel_size": 2}, 2, "--draft-pass apart"),
+    ("drafts_apart_change_a_loss", {"draft_pass": "apart", "moe_aux_loss_coeff": 0.01}, 1, "--draft-pass apart"),
     ("sliding_heads", {"num_query_groups": 3}, 1, "3 key heads evenly in sliding layers; set --num-query-groups to one of 1, 2, 4"),
     ("full_heads", {"num_global_query_groups": 8}, 1, "do not share 8 key heads evenly in full layers; set --num-global-query-groups"),
     ("sliding_head_is_even", {"kv_channels": 15}, 1, "--kv-channels 15: rotary embedding turns pairs of channels; set --kv-channels to 16"),

@@ -5,12 +5,13 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_dllm.config import LoRAConfig, ObjectiveConfig
+from megatron_dllm.config import PRESETS, LoRAConfig, ObjectiveConfig, parse
 from megatron_dllm.diffusion import inputs as inputs_module
 from megatron_dllm.diffusion.fill import filled_up
 from megatron_dllm.diffusion.nested import form_of
 from megatron_dllm.models.diffusion_gemma.lora import add_adapters
 from megatron_dllm.tensor_parallel.initialization import Initializer
+from megatron_dllm.training.draft_pass import PassSizes, Share, apart_costs_less, drafts_apart
 from tests.unit.toy import CONFIG, LENGTHS, toy_inputs, toy_model, toy_plan
 
 LINEAR = dataclasses.replace(CONFIG, num_layers=2, layer_types=("linear", "full"))
@@ -23,12 +24,17 @@ CASES = {
     "all canvases, uniform null": (CONFIG, UNIFORM, {"packed": True}), "linear layers": (LINEAR, SOME, {"lengths": LENGTHS[:4]}),
     "mtp": (MTP, SOME, {}),
     "mhc": (MHC, ALL, {}), "one row": (CONFIG, ALL, {"lengths": LENGTHS[2:3]})}
+SEED = 3  # of a plan in which five of eight examples have a draft
 MULTIPLE = 2  # that the kept clean tokens are filled up to: with the real one all of a toy's would be kept
 
 
 @pytest.fixture(autouse=True)
 def few_are_kept(monkeypatch):
     monkeypatch.setattr(inputs_module, "KEPT_MULTIPLE", MULTIPLE)
+
+
+def plan_of(objective, lengths=LENGTHS, **options):
+    return toy_plan(objective, lengths, seed=SEED, **options)
 
 
 def results(model, inputs):
@@ -59,36 +65,39 @@ def agree(model, shared, apart):
     return found
 
 
-@pytest.mark.parametrize("case", CASES)
+SLOW = ("linear layers",)
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.slow) if case in SLOW else case for case in CASES])
 def test_both_orders_agree(case):
     config, objective, options = CASES[case]
-    plan = toy_plan(objective, config=config, **options)
+    plan = plan_of(objective, config=config, **options)
     given = {"objective": objective, "config": config}
     model = toy_model(config=config)
     shared, apart = toy_inputs(plan, **given), toy_inputs(plan, drafts_apart=True, **given)
     found = agree(model, shared, apart)
     drafts = next(iter(found[2].values())).num_tokens[1]
-    assert drafts == len(shared.draft_rows) > 0
+    assert drafts == len(shared.draft_rows) > 0 and (objective is ALL or apart.draft.rows is not None)
     # Without its signal a canvas has another loss.
     blind = model(dataclasses.replace(apart, draft=None)).total
     assert (blind - found[0].total).abs() > 1e-6 * blind.abs()
 
 
 def test_of_clean_tokens_those_before_canvases_are_drafted_on():
-    plan = toy_plan(ALL)
+    plan = plan_of(ALL)
     apart = toy_inputs(plan, objective=ALL, drafts_apart=True)
     seen = sum(example.canvas_start(example.canvases[0]) for example in plan.microbatches[0][0].examples)
     assert seen <= apart.draft.token_pass.num_clean < seen + MULTIPLE < len(apart.clean.tokens)
 
 
 def test_without_drafts_nothing_is_apart():
-    plan = toy_plan(NONE)
+    plan = plan_of(NONE)
     assert form_of(toy_inputs(plan, objective=NONE)) == form_of(toy_inputs(plan, objective=NONE, drafts_apart=True))
 
 
 def test_a_loop_for_others_alone():
     """Ranks that share experts make drafts of nothing where only others have some."""
-    plan = toy_plan(NONE)
+    plan = plan_of(NONE)
     empty = toy_inputs(plan, objective=NONE, drafts_apart=True, second_loop=True)
     assert empty.draft.token_pass.num_tokens == 0
     model = toy_model()
@@ -97,7 +106,7 @@ def test_a_loop_for_others_alone():
 
 @pytest.mark.parametrize("part", ["block", "moe"])
 def test_recompute_and_fill(part):
-    plan = toy_plan(SOME)
+    plan = plan_of(SOME)
     filled = {"objective": SOME, "edit": lambda streams: filled_up(streams, 16, CONFIG.pad_token_id)}
     model = toy_model(recompute=frozenset([part]))
     agree(model, toy_inputs(plan, **filled), toy_inputs(plan, drafts_apart=True, **filled))
@@ -106,7 +115,7 @@ def test_recompute_and_fill(part):
 
 
 def test_dropout_draws_are_the_same():
-    plan = toy_plan(SOME)
+    plan = plan_of(SOME)
     model = toy_model()
     add_adapters(model, LoRAConfig(lora_rank=2, lora_dropout=0.5, lora_targets=("attention", "mlp")), Initializer(3, 0.2))
     with torch.no_grad():
@@ -118,3 +127,38 @@ def test_dropout_draws_are_the_same():
     agree(model, *found)
     words = [np.asarray(inputs.draft.token_pass.draws.every if inputs.draft else inputs.second_pass.draws.every) for inputs in found]
     assert not np.array_equal(*words)  # drafts and canvases have draws of their own
+
+
+def sizes(rows, clean, seen, canvas=256, drafted=None):
+    return PassSizes(rows * clean, np.full(rows if drafted is None else drafted, seen), rows * canvas,
+                     canvas * (rows if drafted is None else drafted))
+
+
+@pytest.mark.parametrize("rows, clean, seen, share, apart", [
+    (1, 1024, 512, Share(), True), (1, 1024, 768, Share(), True), (4, 1024, 512, Share(), False), (1, 4096, 2048, Share(), False),
+    (1, 1024, 768, Share(experts=1 / 8), False), (1, 128, 64, Share(experts=1 / 2), True)])
+def test_apart_costs_less_where_weights_are_most(rows, clean, seen, share, apart):
+    for layers in (("sliding", "full"), ("sliding",) * 6):
+        model = dataclasses.replace(PRESETS["diffusiongemma-26b-a4b"], num_layers=len(layers), layer_types=layers)
+        assert apart_costs_less(model, sizes(rows, clean, seen), share) == apart
+        assert not apart_costs_less(model, sizes(rows, clean, seen, drafted=0), share)
+
+
+def test_pass_sizes():
+    examples = plan_of(SOME).microbatches[0][0]
+    found, given = PassSizes.of(examples), toy_inputs(plan_of(SOME), objective=SOME)
+    drafted = [e for e in examples.examples if e.self_conditioned]
+    assert (found.clean, found.canvas, found.drafts) == (len(given.clean.tokens), len(given.canvas.tokens), len(given.draft_rows))
+    assert found.seen.tolist() == [e.canvas_start(e.canvases[0]) for e in drafted] and 0 < found.drafts < found.canvas
+
+
+@pytest.mark.parametrize("flags, on_gpu, apart", [
+    ("", True, True), ("", False, False), ("--draft-pass shared", True, False), ("--draft-pass apart", False, True),
+    ("--moe-aux-loss-coeff 0.01", True, False), ("--tensor-model-parallel-size 2 --sequence-parallel", True, False),
+    ("--context-parallel-size 2", True, False), ("--self-conditioning-prob 0", True, False)])
+def test_order_of_passes(flags, on_gpu, apart):
+    # One canvas of 4 tokens after few: on a GPU weights are most of it.
+    words = ["--bf16", "--train-iters", "1", "--data-source", "sudoku", "--preset", "toy", "--self-conditioning-prob", "1", *flags.split()]
+    run = parse(words)
+    plan = plan_of(run.objective, LENGTHS[2:3])
+    assert drafts_apart(run, plan, 0, on_gpu=on_gpu) == apart

@@ -1,0 +1,93 @@
+"""Which passes a self-conditioned canvas takes: chosen by --draft-pass, or by what they cost.
+
+    shared   [clean ; draft] and [canvas]           backwards of both, in which drafts have no gradient
+    apart    [seen ; draft], without gradient, and [clean ; canvas]     one backward
+
+`seen` are the clean tokens that drafts see, which so go forward twice. In exchange the backward reads the experts' weights once instead of
+twice. Where tokens are few that is more: 128 experts of 3 x 2816 x 704 numbers are 1.5 GB, which an H200 reads in 0.33 ms, while 768 tokens
+go through the rest of the layer in 0.14 ms. That one backward starts half as many kernels comes on top, and is not counted.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..config import ModelConfig, RunConfig
+from ..diffusion.batch_plan import BatchPlan, Microbatch
+from .operations import causal_pairs, stack_operations
+
+# Matrix operations in bf16 in the time of reading a byte: an H200 does 590 TFLOP/s in products of these widths, and reads 4.6 TB/s.
+OPERATIONS_PER_BYTE = 128
+BF16_BYTES = 2
+
+
+@dataclass(frozen=True)
+class Share:
+    """Of a rank: the part of each token's work, and the part of the experts' weights."""
+
+    tokens: float = 1.0
+    experts: float = 1.0
+
+
+@dataclass(frozen=True)
+class PassSizes:
+    """Tokens of a microbatch: clean ones; seen int64 [N]: of each example with a draft, the clean ones before its last canvas; canvases;
+    those of them that have a draft."""
+
+    clean: int
+    seen: np.ndarray
+    canvas: int
+    drafts: int
+
+    @classmethod
+    def of(cls, microbatch: Microbatch) -> PassSizes:
+        """Of a planned microbatch."""
+        examples = microbatch.examples
+        drafted = [example for example in examples if example.self_conditioned and example.canvases]
+
+        def canvas_tokens(of: Sequence) -> int:
+            return sum(len(example.canvases) * example.fit.canvas_length for example in of)
+
+        return cls(sum(example.fit.total for example in examples),
+                   np.array([example.canvas_start(max(example.canvases)) for example in drafted], np.int64),
+                   canvas_tokens(examples), canvas_tokens(drafted))
+
+
+def apart_costs_less(model: ModelConfig, sizes: PassSizes, share: Share = Share()) -> bool:  # noqa: B008 (immutable)
+    """Whether drafts beforehand take less of a GPU's time, in bf16."""
+    return sizes.drafts > 0 and _more_work_apart(model, sizes, share) < 0
+
+
+def _more_work_apart(model: ModelConfig, sizes: PassSizes, share: Share) -> float:
+    """What `apart` takes longer than `shared`, in matrix operations of that time."""
+    a_token = stack_operations(model, tokens=1, full_pairs=0, sliding_pairs=0)
+    weights = 3 * model.num_layers * model.num_experts * model.hidden_size * model.moe_ffn_hidden_size * share.experts
+    reading = weights * BF16_BYTES * OPERATIONS_PER_BYTE
+
+    def experts(tokens: int) -> float:
+        """A pass forward, or back without weights' gradients."""
+        return max(reading, tokens * a_token["experts"] * share.tokens) if tokens else 0.0
+
+    seen, every = int(sizes.seen.sum()), sizes.clean + sizes.canvas
+    again = stack_operations(model, tokens=seen, full_pairs=causal_pairs(sizes.seen, None),
+                             sliding_pairs=causal_pairs(sizes.seen, model.window_size))
+    beside_experts = (sum(again.values()) - again["experts"]) * share.tokens
+    apart = experts(seen + sizes.drafts) + 2 * experts(every)
+    shared = experts(every) + experts(every - sizes.drafts) + 2 * experts(sizes.drafts)
+    return beside_experts + apart - shared
+
+
+def drafts_apart(run: RunConfig, plan: BatchPlan, number: int, *, on_gpu: bool) -> bool:
+    """The order of passes of every rank's microbatch `number`, by the slowest: ranks that share experts have to agree."""
+    parallel = run.parallel
+    if run.training.draft_pass != "auto":
+        return run.training.draft_pass == "apart"
+    if not (on_gpu and run.training.bf16) or parallel.context_parallel_size * parallel.pipeline_model_parallel_size > 1:
+        return False
+    if parallel.sequence_parallel or run.moe.moe_aux_loss_coeff:
+        return False
+    share = Share(1 / parallel.tensor_model_parallel_size, 1 / (parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size))
+    sizes = [PassSizes.of(rank[number]) for rank in plan.microbatches]
+    return all(apart_costs_less(run.model, own, share) for own in sizes if own.drafts) and any(own.drafts for own in sizes)
