@@ -1,6 +1,8 @@
 """The context suite's own arithmetic: cosines of gradients, and hidden blocks as they are counted."""
+import gc
 import math
 import sys
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,19 +12,23 @@ import torch
 
 sys.path[:0] = [str(Path(__file__).parents[2] / "tools"), str(Path(__file__).parents[2])]
 
-from verification.context import Rows, cosines, hidden_blocks  # noqa: E402
+from benchmarking.workload import toy_width  # noqa: E402
+from verification import context  # noqa: E402
+from verification.context import Cosines, Rows, cosines, hidden_blocks  # noqa: E402
 
 from megatron_dllm.context_parallel.plan import ShardedPlan  # noqa: E402
 from megatron_dllm.context_parallel.transformer_engine import canvas_plan  # noqa: E402
+from megatron_dllm.models.diffusion_gemma.build import build_model  # noqa: E402
+from megatron_dllm.parallel import ParallelContext  # noqa: E402
 from megatron_dllm.transformer.visibility import Visibility  # noqa: E402
 
 
 def test_cosines_of_the_whole_and_of_the_worst_tensor():
     a = {"x": torch.tensor([3.0, 0.0]), "y": torch.tensor([0.0, 4.0]), "none": torch.zeros(2)}
-    whole, worst, name = cosines(a, {"x": torch.tensor([3.0, 0.0]), "y": torch.tensor([4.0, 0.0]), "none": torch.zeros(2)})
-    assert (whole, worst, name) == (9 / 25, 0.0, "y")
-    assert cosines(a, {key: 2 * value for key, value in a.items()})[0] == pytest.approx(1.0)
-    assert math.isnan(cosines({"x": torch.tensor([math.nan])}, {"x": torch.ones(1)})[0])
+    other = {"x": torch.tensor([3.0, 0.0]), "y": torch.tensor([4.0, 0.0]), "none": torch.zeros(2)}
+    assert cosines(a, other) == cosines(other, a) == Cosines(9 / 25, 0.0, "y")
+    assert cosines(a, {key: 2 * value for key, value in a.items()}).whole == pytest.approx(1.0)
+    assert math.isnan(cosines({"x": torch.tensor([math.nan])}, {"x": torch.ones(1)}).whole)
 
 
 @pytest.mark.parametrize(("second_rank", "hidden"), [((0, 0), 1), ((0, 1), 0)])
@@ -35,6 +41,23 @@ def test_a_canvas_that_sees_nothing_of_a_rank_is_counted(second_rank, hidden):
     layer = SimpleNamespace(attention=plan)
     token_pass = SimpleNamespace(layers={"sliding": layer, "full": layer})
     assert hidden_blocks(SimpleNamespace(first_pass=token_pass, second_pass=None)) == 2 * hidden
+
+
+def test_no_model_is_kept_while_the_next_is_built(monkeypatch):
+    """At real widths each takes some 30 GiB with its gradients, and a reference's gradients 20 more."""
+    models, kept = [], []
+
+    def building(*inputs, **options):
+        gc.collect()
+        kept.append(sum(model() is not None for model in models))
+        model = build_model(*inputs, **options)
+        models.append(weakref.ref(model))
+        return model
+
+    monkeypatch.setattr(context, "build_model", building)
+    suite = context.Suite(ParallelContext.single(), True, ["local"], toy_width(["full"]), 0.0)
+    figures = list(suite.steps())
+    assert kept == [0] * 4 and all(figure.value == 0 for figure in figures if "loss" in figure.name) and len(figures) == 6
 
 
 def test_rows_are_documents_of_their_lengths():

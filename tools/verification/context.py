@@ -4,7 +4,7 @@ Usage: torchrun --nproc-per-node 2 tools/verify.py context [--toy] [--without-pa
 
     one step         six layers of the released widths, a document of 4096 random tokens, its canvas decoded twice: loss and gradient of
                      ours with heads of 256 and 512, and of both with all heads of 256. Bytes are those that a rank sends for attention,
-                     counted in the calls
+                     counted in the calls. One device's gradient is kept, all others are compared with it where they were added up
     unequal lengths  50 steps of two layers on pairs of documents from 257 to 4023 tokens: losses and gradients stay finite, though canvases
                      meet ranks of whose keys they see none
 
@@ -17,9 +17,11 @@ import argparse
 import dataclasses
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import Generic, TypeVar
 from unittest import mock
 
 import numpy as np
@@ -105,21 +107,37 @@ def run(arguments: argparse.Namespace) -> int:
     context = initialize(ParallelConfig(context_parallel_size=ranks), device="cpu" if arguments.toy else "cuda", timeout_minutes=2.0)
     impls = ["local"] if arguments.toy or arguments.without_package else ["local", "transformer_engine"]
     wide = (toy_width if arguments.toy else real_width)(["sliding"] * (arguments.num_layers - 1) + ["full"])
-    suite = Suite(context, arguments.toy, impls, dataclasses.replace(wide, num_experts=arguments.num_experts or wide.num_experts))
+    wide = dataclasses.replace(wide, num_experts=arguments.num_experts or wide.num_experts)
+    suite = Suite(context, arguments.toy, impls, wide, time.perf_counter())
+    suite.say(f"{ranks} ranks; the one step: {wide.num_layers} layers of {wide.hidden_size}, {wide.num_experts} experts of "
+              f"{wide.moe_ffn_hidden_size}, {wide.num_attention_heads} heads")
     figures = [*(suite.steps() if "step" in arguments.parts else ()), *(suite.unequal_lengths() if "lengths" in arguments.parts else ())]
     missed = print_figures("context", figures) if context.world.rank == 0 else 0
     dist.destroy_process_group()
     return missed
 
 
+Found = TypeVar("Found")
+
+
 @dataclass(frozen=True)
-class Step:
-    """Loss, finished gradient by parameter, bytes sent for attention, milliseconds of a second run."""
+class Step(Generic[Found]):
+    """Loss, what was made of its gradient, bytes sent for attention, milliseconds of a second run, the most GiB allocated (0 on a CPU)."""
 
     loss: float
-    gradients: Mapping[str, Tensor]
+    found: Found
     sent_bytes: int
     ms: float
+    peak_gib: float
+
+
+@dataclass(frozen=True)
+class Cosines:
+    """Of two gradients: the cosine, the least of any tensor, and that tensor's name."""
+
+    whole: float
+    worst: float
+    which: str
 
 
 @dataclass(frozen=True)
@@ -132,21 +150,24 @@ class Stepped:
     model: DiffusionGemma
     gradients: Gradients
 
-    def step(self, impl: str) -> Step:
-        """Forward and backward of one document, its canvas decoded twice."""
+    def step(self, impl: str, look: Callable[[Mapping[str, Tensor]], Found]) -> Step[Found]:
+        """Forward and backward of one document, its canvas decoded twice; `look` reads the finished gradient, which does not stay."""
         length = 256 if self.suite.toy else 4096
         run = self.suite.run_of(self.config, self.context.cp.size, impl, seq_length=length, rows=1).with_values(self_conditioning_prob=1.0)
         inputs = inputs_of(run, self.context, Rows(((length // 2, length - length // 2),), self.config.vocab_size), [0])
         self.gradients.buckets.zero()
+        if not self.suite.toy:
+            torch.cuda.reset_peak_memory_stats(self.context.device)
         with counted(self.context.cp) as count:
             loss = self.loss(inputs)
             sent = count()
-        found = {name: bucket.gradient(number).clone()
-                 for bucket in self.gradients.buckets.buckets for number, name in enumerate(bucket.names)}
+        found = look({name: bucket.gradient(number)
+                      for bucket in self.gradients.buckets.buckets for number, name in enumerate(bucket.names)})
         self.gradients.buckets.zero()
         start = time.perf_counter()
         self.loss(inputs)
-        return Step(loss, found, sent, (time.perf_counter() - start) * 1e3)
+        ms = (time.perf_counter() - start) * 1e3
+        return Step(loss, found, sent, ms, 0.0 if self.suite.toy else torch.cuda.max_memory_allocated(self.context.device) / 2**30)
 
     def loss(self, inputs: tuple[MicrobatchInputs, ...]) -> float:
         """That of the step, once it is done."""
@@ -161,6 +182,7 @@ class Suite:
     toy: bool
     impls: Sequence[str]
     wide: ModelConfig
+    start: float
 
     def run_of(self, config: ModelConfig, ranks: int, impl: str, *, seq_length: int, rows: int) -> RunConfig:
         """As flags would give it, with one microbatch of so many rows."""
@@ -175,29 +197,45 @@ class Suite:
         narrow = dataclasses.replace(self.wide, global_kv_channels=self.wide.kv_channels)
         for config, impls in ((self.wide, ["local"]), (narrow, self.impls)):
             name = f"heads {config.kv_channels}/{config.global_kv_channels}"
-            with self.model(config, 1) as one:
-                alone = one.step("local")
-                if config is narrow:
-                    with mock.patch.object(core_attention, "takes_attention", lambda *inputs: False):
-                        again = one.step("local")
-                    yield from self.compared(f"{name}, yardstick", again, alone, math.inf, -1.0)
-                    del again
-            with self.model(config, self.context.cp.size) as shared:
-                for impl in impls:
-                    found = shared.step(impl)
-                    yield from self.compared(f"{name}, {impl} cp{self.context.cp.size}", found, alone, LOSS_LIMIT, LEAST_COSINE)
-                    del found
+            alone, figures = self.alone(config, name, yardstick=config is narrow)
+            yield from figures
+            yield from self.shared(config, name, impls, alone)
             del alone
 
-    def compared(self, name: str, found: Step, alone: Step, loss_limit: float, least_cosine: float) -> Iterator[Figure]:
+    # A method for each model, so that no name keeps one while the next is built: with its fp32 gradients it takes some 30 GiB.
+    def alone(self, config: ModelConfig, name: str, *, yardstick: bool) -> tuple[Step[Mapping[str, Tensor]], list[Figure]]:
+        """The step on one device with its gradient, and the figures of the yardstick."""
+        with self.model(config, 1) as one:
+            alone = one.step("local", lambda gradient: {name: part.clone() for name, part in gradient.items()})
+            if not yardstick:
+                return alone, []
+            with mock.patch.object(core_attention, "takes_attention", lambda *inputs: False):
+                again = one.step("local", partial(cosines, alone.found))
+            return alone, self.compared(f"{name}, yardstick", again, alone, math.inf, -1.0)
+
+    def shared(self, config: ModelConfig, name: str, impls: Sequence[str], alone: Step[Mapping[str, Tensor]]) -> Iterator[Figure]:
+        """The figures of the ranks together, each way."""
+        with self.model(config, self.context.cp.size) as shared:
+            for impl in impls:
+                found = shared.step(impl, partial(cosines, alone.found))
+                yield from self.compared(f"{name}, {impl} cp{self.context.cp.size}", found, alone, LOSS_LIMIT, LEAST_COSINE)
+
+    def compared(self, name: str, step: Step[Cosines], alone: Step[Mapping[str, Tensor]], loss_limit: float,
+                 least_cosine: float) -> list[Figure]:
         """The figures of one way; printed at once, too."""
-        whole, worst, which = cosines(found.gradients, alone.gradients)
-        note = f"{found.loss:.5f} and {alone.loss:.5f}; {found.sent_bytes:,} bytes; {found.ms:.1f} ms, one device {alone.ms:.1f}"
-        figures = [Figure(f"{name}: loss", abs(found.loss - alone.loss) / abs(alone.loss), loss_limit, note),
-                   Figure(f"{name}: 1 - cosine of the gradient", 1 - whole, 1 - least_cosine, f"least of a tensor {worst:.5f} ({which})")]
+        cosine = step.found
+        note = (f"{step.loss:.5f} and {alone.loss:.5f}; {step.sent_bytes:,} bytes; {step.ms:.1f} ms, one device {alone.ms:.1f}; "
+                f"{step.peak_gib:.1f} GiB")
+        figures = [Figure(f"{name}: loss", abs(step.loss - alone.loss) / abs(alone.loss), loss_limit, note),
+                   Figure(f"{name}: 1 - cosine of the gradient", 1 - cosine.whole, 1 - least_cosine,
+                          f"least of a tensor {cosine.worst:.5f} ({cosine.which})")]
+        self.say(*(f"{figure.name}: {figure.value:.3g} ({figure.note})" for figure in figures))
+        return figures
+
+    def say(self, *lines: str) -> None:
+        """Print them on rank 0, with the seconds since the start."""
         if self.context.world.rank == 0:
-            print(*(f"{figure.name}: {figure.value:.3g} ({figure.note})" for figure in figures), sep="\n", flush=True)
-        yield from figures
+            print(*(f"[{time.perf_counter() - self.start:4.0f}] {line}" for line in lines), sep="\n", flush=True)
 
     @contextmanager
     def model(self, config: ModelConfig, ranks: int) -> Iterator[Stepped]:
@@ -239,8 +277,8 @@ class Suite:
             hidden += sum(map(hidden_blocks, inputs))
             result = train_step(model, optimizer, inputs, LEARNING_RATE)
             losses.append(result.loss if result.is_finite else math.nan)
-            if self.context.world.rank == 0 and step % 10 == 9:
-                print(f"{impl}, unequal lengths, step {step + 1}: loss {losses[-1]:.4f}", flush=True)
+            if step % 10 == 9:
+                self.say(f"{impl}, unequal lengths, step {step + 1}: loss {losses[-1]:.4f}")
         optimizer.buckets.release()
         return losses, hidden
 
@@ -251,8 +289,8 @@ def inputs_of(run: RunConfig, context: ParallelContext, rows: Rows, chosen: Sequ
     return tuple(to_device(microbatch, context.device) for microbatch in maker.batch(chosen, 0).microbatches())
 
 
-def cosines(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> tuple[float, float, str]:
-    """Cosine of the whole gradients, and the least of any tensor with its name; tensors whose gradient is zero in both are left out."""
+def cosines(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> Cosines:
+    """Of the whole gradients, and the least of any tensor; tensors whose gradient is zero in both are left out."""
     products = {}
     for name, a in found.items():
         b = wanted[name]
@@ -260,7 +298,7 @@ def cosines(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> tuple[
     dot, own, other = (sum(product[part] for product in products.values()) for part in range(3))
     by_tensor = {name: ab / math.sqrt(aa * bb) if aa * bb > 0 else float(aa == bb) for name, (ab, aa, bb) in products.items()}
     worst = min(by_tensor, key=by_tensor.get)
-    return dot / math.sqrt(own * other), by_tensor[worst], worst
+    return Cosines(dot / math.sqrt(own * other), by_tensor[worst], worst)
 
 
 def hidden_blocks(inputs: MicrobatchInputs) -> int:
