@@ -6,6 +6,7 @@
 # Data: rows of OpenAI messages, ShareGPT, prompt and completion or Alpaca (README.md); packed to rows of 2048 tokens.
 # Every trainable parameter has an fp32 master and computes in bf16; masters and moments are shared out over the 8 ranks. The router
 # stays frozen. Three epochs; the loss to expect depends on the data. Measured on GPUs: not yet.
+# RECOMPUTE=none keeps what the backward reads instead of computing whole layers again (RECOMPUTE=full).
 set -euo pipefail
 NEEDS="MODEL DATA SAVE"
 FULL_PROCESSES=8 TOY_PROCESSES=2
@@ -31,8 +32,12 @@ PARALLEL_ARGS=(
 )
 TRAINING_ARGS=(
   --bf16
-  --recompute-granularity full
 )
+case ${RECOMPUTE:=full} in
+  full) TRAINING_ARGS+=(--recompute-granularity full) ;;
+  none) ;;
+  *) stop "RECOMPUTE=$RECOMPUTE is neither full nor none" ;;
+esac
 OPTIMIZER_ARGS=(
   --lr-decay-style cosine
   --weight-decay 0.01

@@ -14,7 +14,7 @@ from functools import cache, lru_cache
 
 import torch
 
-from ..config import DataConfig, ModelConfig, ParallelConfig, RunConfig, TrainingConfig
+from ..config import DataConfig, ModelConfig, MoEConfig, ParallelConfig, RunConfig, TrainingConfig
 from ..models.diffusion_gemma.build import UNSET, build_model
 from ..models.diffusion_gemma.stages import LAYER_TICKS, LOSS_TICKS, model_layout
 from ..parallel import ParallelContext
@@ -79,8 +79,9 @@ class Cut:
 def model_elements(run: RunConfig) -> ModelElements:
     """The parameters of rank 0 by part."""
     types = tuple(dict.fromkeys(run.model.layer_kinds))
+    # Dispatchers have no parameters, and some cannot be built for one process.
     plain = replace(run, parallel=ParallelConfig(), model=replace(run.model, num_layers=len(types), layer_types=types),
-                    training=TrainingConfig(bf16=run.training.bf16), data=DataConfig())
+                    training=TrainingConfig(bf16=run.training.bf16), data=DataConfig(), moe=MoEConfig())
     parallel = run.parallel
     sizes = {"tp": parallel.tensor_model_parallel_size, "ep": parallel.expert_model_parallel_size,
              "etp": parallel.expert_tensor_parallel_size}

@@ -1,7 +1,6 @@
-"""The scaling suite's own arithmetic: what a row says, what counts as failed, and what a row that fails leaves."""
+"""The scaling suite's own arithmetic: what a row says, what counts as failed, and how its processes are started."""
 import argparse
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -36,24 +35,13 @@ def test_runs_are_valid(case, toy):
     assert validate(make_run(case, toy).with_values(data_source="sudoku"), world_size=case.ranks) == []
 
 
-def test_a_row_that_ends_its_processes_leaves_the_others(monkeypatch, capsys):
-    ended = []
+def test_rows_that_are_run_come_back(monkeypatch):
+    def parts(names, command, end):
+        assert names == ["one device", "dp2"]
+        assert command(1, Path("there"))[-7:] == ["1", "--results", "there", "--toy", "--rows", "one device", "dp2"]
+        return [{"case": "dp2", "work": "w", "ranks": 2, "step_ms": 1, "peak_gib": 1, "loss": 1,
+                 "kernels": {"span_ms": 4, "collective_ms": 3, "exposed_ms": 2, "idle_ms": 1}}]
 
-    def processes(command, end):
-        part = int(command[command.index("--part") + 1])
-        ended.append(part)
-        if part == 0:
-            Path(command[command.index("--results") + 1]).write_text(
-                '[{"case": "one device", "work": "w", "ranks": 1, "step_ms": 1, "peak_gib": 1, "loss": 1, "kernels": null}]')
-        return 1
-
-    monkeypatch.setattr(scaling, "run_until", processes)
-    results = scaling.start_worlds(CASES[:3], argparse.Namespace(toy=True, repeats=1, seconds=60.0))
-    assert list(results) == ["one device"] and ended == [0, 2]
-    assert capsys.readouterr().out.count("FAILED") == 2
-
-
-def test_processes_are_told_to_end_in_time():
-    sleeper = [sys.executable, "-c", "import time; time.sleep(60)"]
-    assert scaling.run_until(sleeper, time.monotonic() + 0.2) is None
-    assert scaling.run_until([sys.executable, "-c", "raise SystemExit(3)"], time.monotonic() + 60) == 3
+    monkeypatch.setattr(scaling, "run_parts", parts)
+    results = scaling.start_worlds(CASES[:2], argparse.Namespace(toy=True, repeats=1, seconds=60.0))
+    assert results == {"dp2": Result("dp2", "w", 2, 1, 1, 1, KernelTimes(4, 3, 2, 1))}

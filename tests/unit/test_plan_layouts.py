@@ -109,17 +109,17 @@ def test_state_is_shared_by_the_distributed_optimizer():
     assert memory.state_bytes(elements, shared, 4, 2) == {"weights": 2220, "gradients": 4400, "optimizer": 300 + 6000}
 
 
-def plans(flags: str, *options: str) -> tuple[list[layouts.Plan], argparse.Namespace]:
+def plans(flags: str, *options: str) -> list[layouts.Plan]:
     parser = argparse.ArgumentParser()
     layouts.add_arguments(parser)
     arguments = parser.parse_args([*options, "--", *TOY, *flags.split()])
     base = config.parse(arguments.flags)
     legal = [run for run in layouts.layouts(base, arguments.num_gpus) if not config.validate(run, world_size=arguments.num_gpus)]
-    return [layouts.plan(run, arguments) for run in legal], arguments
+    return [layouts.plan(run, layouts.Machine(arguments.num_gpus)) for run in legal]
 
 
 def test_layouts_are_legal_and_differ():
-    found, _ = plans("--global-batch-size 4 --num-layers 4 --layer-types sliding,full", "--num-gpus", "2")
+    found = plans("--global-batch-size 4 --num-layers 4 --layer-types sliding,full", "--num-gpus", "2")
     runs = {plan.run.parallel for plan in found}
     assert {(p.tensor_model_parallel_size, p.context_parallel_size, p.pipeline_model_parallel_size, p.expert_model_parallel_size)
             for p in runs} >= {(1, 1, 1, 1), (2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2)}

@@ -15,10 +15,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -42,6 +39,7 @@ from megatron_dllm.training.step import forward_backward
 
 from .exposed import exposure, profile
 from .workload import FIRST_TOKEN, DeviceNormal, Gradients, measure_ranks, real_width, toy_width
+from .worlds import run_parts
 
 SIX = ["sliding"] * 5 + ["full"]
 TIMEOUT_MINUTES = 2.0
@@ -160,39 +158,18 @@ def run(arguments: argparse.Namespace) -> int:
 
 def start_worlds(cases: Sequence[Case], arguments: argparse.Namespace) -> dict[str, Result]:
     """Run the cases in processes started for them; after a case that ended them others go on with the next."""
-    results: dict[str, Result] = {}
-    end = time.monotonic() + arguments.seconds
-    part, script = 0, str(Path(__file__).resolve().parents[1] / "benchmark.py")
-    while part < len(cases):
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "results.json"
-            command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(max(case.ranks for case in cases)),
-                       "--standalone", "--", script, "--suite", "scaling", "--repeats", str(arguments.repeats), "--part", str(part),
-                       "--results", str(path), *(["--toy"] if arguments.toy else []), "--rows", *(case.name for case in cases)]
-            status = run_until(command, end)
-            found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
-        for values in found:
-            kernels = values.pop("kernels")
-            results[values["case"]] = Result(**values, kernels=kernels and KernelTimes(**kernels))
-        part += len(found)
-        if status is None:
-            print(f"--seconds {arguments.seconds:g} are over: rows that are left are not run", flush=True)
-            break
-        if part < len(cases):
-            print(f"FAILED {cases[part].name}: its processes ended with status {status}", flush=True)
-            part += 1
+    script = str(Path(__file__).resolve().parents[1] / "benchmark.py")
+
+    def command(part: int, path: Path) -> list[str]:
+        return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(max(case.ranks for case in cases)), "--standalone",
+                "--", script, "--suite", "scaling", "--repeats", str(arguments.repeats), "--part", str(part), "--results", str(path),
+                *(["--toy"] if arguments.toy else []), "--rows", *(case.name for case in cases)]
+
+    results = {}
+    for values in run_parts([case.name for case in cases], command, time.monotonic() + arguments.seconds):
+        kernels = values.pop("kernels")
+        results[values["case"]] = Result(**values, kernels=kernels and KernelTimes(**kernels))
     return results
-
-
-def run_until(command: Sequence[str], end: float) -> int | None:
-    """The status of the command, or None: it was told to end at that time (of time.monotonic)."""
-    process = subprocess.Popen(command, env={"OMP_NUM_THREADS": "1", **os.environ})
-    try:
-        return process.wait(timeout=max(0.0, end - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        process.terminate()  # torchrun ends its workers
-        process.wait()
-        return None
 
 
 def run_in_world(cases: Sequence[Case], arguments: argparse.Namespace) -> dict[str, Result]:

@@ -29,6 +29,15 @@ RECOMPUTE = {
 
 
 @dataclass(frozen=True)
+class Machine:
+    """So many GPUs of a kind, `gpus_per_node` of them on one host."""
+
+    gpus: int
+    gpu: str = timing.MEASURED_ON
+    gpus_per_node: int = 8
+
+
+@dataclass(frozen=True)
 class Plan:
     """A layout, what its fullest GPU holds (bytes by kind), and its step."""
 
@@ -48,7 +57,7 @@ class Plan:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-gpus", type=int, required=True, metavar="N")
-    parser.add_argument("--gpu", choices=timing.GPUS, default="H200")
+    parser.add_argument("--gpu", choices=timing.GPUS, default=timing.MEASURED_ON)
     parser.add_argument("--memory-gib", type=float, metavar="GIB", help="memory of a GPU; without it: that of --gpu")
     parser.add_argument("--gpus-per-node", type=int, default=8, metavar="N")
     parser.add_argument("--canvases-per-row", type=int, default=1, metavar="N", help="canvases that a row carries, where rows are packed")
@@ -62,11 +71,11 @@ def run(arguments: argparse.Namespace) -> int:
     base = config.parse(without_weights(arguments.flags))
     gib = arguments.memory_gib or timing.GPUS[arguments.gpu][1]
     candidates = [base] if arguments.given else layouts(base, arguments.num_gpus)
-    legal = []
+    legal, machine = [], Machine(arguments.num_gpus, arguments.gpu, arguments.gpus_per_node)
     for candidate in candidates:
         problems = config.validate(candidate, world_size=arguments.num_gpus)
         if not problems:
-            legal.append(plan(candidate, arguments))
+            legal.append(plan(candidate, machine, arguments.canvases_per_row))
         elif arguments.given:
             raise ValueError(config.format_problems(problems))
     fitting = sorted((p for p in legal if p.bytes <= gib * GIB), key=lambda p: p.time.total)
@@ -76,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
         print("no layout is legal; plan one with --given to see why")
         return 1
     print(table(shown, base))
-    for note in notes(shown[0], arguments):
+    for note in notes(shown[0], machine):
         print(f"note: {note}")
     if not fitting:
         print("none fits: the layouts with the least memory are shown")
@@ -126,34 +135,34 @@ def virtual_stages(num_layers: int, pp: int) -> list[int | None]:
     return [None] + [num_layers // (pp * v) for v in (2, 3) if pp > 1 and num_layers % (pp * v) == 0]
 
 
-def plan(run: RunConfig, arguments: argparse.Namespace) -> Plan:
+def plan(run: RunConfig, machine: Machine, canvases_per_row: int = 1) -> Plan:
     """Memory and time of a legal layout."""
-    gpus, parallel, training = arguments.num_gpus, run.parallel, run.training
-    predicted = memory.forecast(run, gpus, arguments.canvases_per_row)
+    gpus, parallel, training = machine.gpus, run.parallel, run.training
+    predicted = memory.forecast(run, gpus, canvases_per_row)
     edp = gpus // (parallel.expert_tensor_parallel_size * parallel.expert_model_parallel_size * parallel.pipeline_model_parallel_size)
     microbatches = training.global_batch_size // (training.micro_batch_size * parallel.data_parallel_size(gpus))
     dp = parallel.data_parallel_size(gpus) * parallel.context_parallel_size
-    time = _time(run, predicted.elements, arguments, microbatches, predicted.tokens, predicted.bubble, dp, edp)
+    time = _time(run, predicted.elements, machine, canvases_per_row, microbatches, predicted.tokens, predicted.bubble, dp, edp)
     return Plan(run, gpus, dict(predicted.fullest), time)
 
 
-def _time(run: RunConfig, elements: memory.ModelElements, arguments: argparse.Namespace, microbatches: int, tokens: float, bubble: float,
-          dp: int, edp: int) -> timing.StepTime:
+def _time(run: RunConfig, elements: memory.ModelElements, machine: Machine, canvases_per_row: int, microbatches: int, tokens: float,
+          bubble: float, dp: int, edp: int) -> timing.StepTime:
     parallel, training = run.parallel, run.training
     pp = parallel.pipeline_model_parallel_size
-    counted = _operations(run.model, run.objective, run.lora, run.data.seq_length, training.global_batch_size, arguments.canvases_per_row,
+    counted = _operations(run.model, run.objective, run.lora, run.data.seq_length, training.global_batch_size, canvases_per_row,
                           training.recompute_granularity, training.recompute_modules)
     # One layer more for each prediction depth; the head weighs as its operations, not as launches.
     layers = (run.model.num_layers + run.model.mtp_num_layers) / pp
     own = elements.of_stage(*memory.stage_of(run, None, 0))
     compute, launch_bound = timing.compute_ms(
-        counted.hardware / arguments.num_gpus, timing.moved_bytes(own) / pp, layers, microbatches, training, arguments.gpu)
-    communication = microbatches * timing.communication_ms(run, tokens, layers, gpus_per_node=arguments.gpus_per_node)
+        counted.hardware / machine.gpus, timing.moved_bytes(own) / pp, layers, microbatches, training, machine.gpu)
+    communication = microbatches * timing.communication_ms(run, tokens, layers, gpus_per_node=machine.gpus_per_node)
     trained = {grid: sum(count for (of, trains, _), count in own.items() if trains and of == grid) / pp for grid in ("dense", "expert")}
     shares = {"dense": dp, "expert": edp}
     gradients = sum(
-        timing.gradient_ms({shares[grid]: 4 * count}, 0.3 * compute / microbatches, gpus_per_node=arguments.gpus_per_node,
-                           ranks_before=arguments.num_gpus // shares[grid])
+        timing.gradient_ms({shares[grid]: 4 * count}, 0.3 * compute / microbatches, gpus_per_node=machine.gpus_per_node,
+                           ranks_before=machine.gpus // shares[grid])
         for grid, count in trained.items() if shares[grid] > 1)
     stepped = sum(count / (shares[grid] if parallel.use_distributed_optimizer else 1) for grid, count in trained.items())
     optimizer = stepped * timing.OPTIMIZER_BYTES / (timing.COPY_TB_PER_S * 1e9)
@@ -191,13 +200,13 @@ def table(plans: Sequence[Plan], base: RunConfig) -> str:
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in texts)
 
 
-def notes(best: Plan, arguments: argparse.Namespace) -> list[str]:
+def notes(best: Plan, machine: Machine) -> list[str]:
     """What the figures stand on."""
     found = ["rows: --micro-batch-size; shared: --use-distributed-optimizer; *: the host's launches are the limit; GiB: of the fullest GPU"]
-    if arguments.gpu != timing.MEASURED_ON:
-        found.append(f"speeds of {arguments.gpu} are scaled from {timing.MEASURED_ON} by their peaks: extrapolated")
+    if machine.gpu != timing.MEASURED_ON:
+        found.append(f"speeds of {machine.gpu} are scaled from {timing.MEASURED_ON} by their peaks: extrapolated")
     found.append(f"compute is fitted to one {timing.MEASURED_ON} with 6 and 30 layers of the released width; other widths are extrapolated")
-    if arguments.num_gpus > 1:
+    if machine.gpus > 1:
         found.append(f"time between GPUs assumes {timing.NVLINK_GB_PER_S:g} GB/s in a node and {timing.NETWORK_GB_PER_S:g} between nodes, "
                      "nothing hidden but part of the gradients' sum: not measured")
     if best.run.training.recompute_granularity is not None or best.run.model.enable_mhc_connections:
