@@ -35,7 +35,7 @@ class MainGradient:
         ticket    stands for the parameter in the graph: it has no elements and asks for a gradient, an empty one, from every use
 
     Uses put the parts of the gradient off until autograd has been through all of them in a backward; then the parts are added at once,
-    since reading and writing the buffer is most of the work, and `then` is called.
+    since reading and writing the buffer is most of the work, and `then` is called. Uses may also add to the opened buffer themselves.
     """
 
     def __init__(self, total: Tensor, then: Callable[[], None]):
@@ -95,7 +95,10 @@ class MainGradient:
     def _complete(self, ticket: Tensor) -> None:
         ticket.grad = None
         parts, self._parts = self._parts, []
-        self._add(parts)
+        if parts:
+            self._add(parts)
+        else:  # uses have added to the opened buffer
+            self.then()
 
     def _use(self, kernels: Kernels) -> None:
         if self._squares is None:

@@ -13,16 +13,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import Parameter
 
-from .live_rows import input_gradient
+from megatron_dllm.kernels.launch import takes
+from megatron_dllm.parallel import MainGradient
+
+from .live_rows import add_input_gradient, input_gradient
 
 
 @dataclass(frozen=True)
 class Factors:
     """y gets scale * b (a x): a [r, D], b [F, r], of a fused matrix a [P, r, D], b [P, F, r]."""
 
-    a: Tensor
-    b: Tensor
+    a: Parameter
+    b: Parameter
     scale: float
 
 
@@ -33,9 +37,19 @@ def adapted_linear(x: Tensor, weights: Sequence[Tensor], factors: Sequence[Facto
     """
     scale = factors[0].scale
     assert all(each.scale == scale for each in factors) and not any(weight.requires_grad for weight in weights)
-    flat = _AdaptedLinear.apply(x, scale, num_live, len(weights), *(w.flatten(0, -2) for w in weights),
-                                *(each.a.flatten(0, -2) for each in factors), *(each.b for each in factors))
+    a, b = [each.a for each in factors], [each.b for each in factors]
+    flat_weights = [weight.flatten(0, -2) for weight in weights]
+    if takes(x, *weights, *a, *b) and _suits_kernels(a, b):
+        flat = by_kernels(x, flat_weights, a, b, scale, num_live)
+    else:
+        flat = _AdaptedLinear.apply(x, scale, num_live, len(weights), *flat_weights, *(each.flatten(0, -2) for each in a), *b)
     return tuple(y.unflatten(1, weight.shape[:-1]) for y, weight in zip(flat, weights, strict=True))
+
+
+def _suits_kernels(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
+    from megatron_dllm.kernels import low_rank  # Triton is there with CUDA alone
+
+    return low_rank.suits(a, b)
 
 
 class _AdaptedLinear(torch.autograd.Function):
@@ -81,3 +95,54 @@ def _parts(ys: Sequence[Tensor], b: Sequence[Tensor]) -> Iterator[tuple[Tensor, 
             width, rank = own.shape
             yield y, own, slice(first_low, first_low + rank), slice(first, first + width)
             first, first_low = first + width, first_low + rank
+
+
+def by_kernels(x: Tensor, weights: Sequence[Tensor], a: Sequence[Parameter], b: Sequence[Parameter], scale: float,
+               num_live: int | None) -> tuple[Tensor, ...]:
+    """The y_i, flat, by kernels.low_rank. The factors' gradients go into their fp32 buffers by themselves where all of them have one."""
+    mains = [each.main_gradient for each in (*a, *b)]
+    if not torch.is_grad_enabled() or None in mains:
+        return _ByKernels.apply(x, scale, num_live, None, len(a), *weights, *a, *b)
+    tickets = [main.ticket for main in mains]
+    return _ByKernels.apply(x, scale, num_live, mains, len(a), *weights, *(each.detach() for each in (*a, *b)), *tickets)
+
+
+class _ByKernels(torch.autograd.Function):
+    """Inputs after `count`: so many weights, A and B, and a ticket of each A and B where there are `mains`."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, scale: float, num_live: int | None, mains: list[MainGradient] | None, count: int,
+                *tensors: Tensor) -> tuple[Tensor, ...]:
+        from megatron_dllm.kernels import low_rank
+
+        x = x if x.stride(1) == 1 else x.contiguous()
+        weights, a, b = (tensors[count * i:count * (i + 1)] for i in range(3))
+        low = low_rank.narrow(x, a)
+        ys = low_rank.widen(low, b, scale)
+        for y, weight in zip(ys, weights, strict=True):
+            y.addmm_(x, weight.t())
+        ctx.save_for_backward(x, low, *weights, *a, *b)
+        ctx.scale, ctx.num_live, ctx.mains, ctx.count = scale, len(x) if num_live is None else num_live, mains, count
+        return tuple(ys)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *dys: Tensor):
+        from megatron_dllm.kernels import low_rank
+
+        (x, low, *tensors), count, scale, num_live = ctx.saved_tensors, ctx.count, ctx.scale, ctx.num_live
+        weights, a, b = (tensors[count * i:count * (i + 1)] for i in range(3))
+        dys = [dy.contiguous() for dy in dys]
+        dlow, db = low_rank.outward(dys, b, low, scale, num_live)
+        dx, da = low_rank.inward(dlow, a, x, scale, wants_x=ctx.needs_input_grad[0])
+        if dx is not None:
+            add_input_gradient(dx[:num_live], dys, weights)
+        if ctx.mains is None:
+            totals = [torch.empty_like(each) for each in (*a, *b)]
+        else:
+            totals = [main.open() for main in ctx.mains]
+        low_rank.add_up(da, db, totals[:count], totals[count:], adds=ctx.mains is not None)
+        none = [None] * (4 + count)
+        if ctx.mains is None:
+            return dx, *none, *totals
+        return dx, *none, *[None] * len(totals), *(main.ticket.new_empty(0) for main in ctx.mains)

@@ -42,8 +42,13 @@ def input_gradient(dys: Sequence[Tensor], weights: Sequence[Tensor], num_live: i
     dx = dys[0].new_empty(len(dys[0]), weights[0].shape[1])
     live = dx[:num_live]
     torch.mm(dys[0][:num_live], weights[0], out=live)
-    for dy, weight in zip(dys[1:], weights[1:], strict=True):
-        live.addmm_(dy[:num_live], weight)
+    add_input_gradient(live, dys[1:], weights[1:])
     if num_live is not None:
         dx[num_live:].zero_()
     return dx
+
+
+def add_input_gradient(dx: Tensor, dys: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
+    """Add dy_i @ W_i to dx [n, D], of the first n rows of each dy_i."""
+    for dy, weight in zip(dys, weights, strict=True):
+        dx.addmm_(dy[:len(dx)], weight)

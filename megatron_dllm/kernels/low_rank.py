@@ -1,0 +1,332 @@
+"""What low-rank adapters add beside up to three frozen matrices that read one input, in five launches however many matrices there are.
+
+    narrow      low = x A.T                                            of all matrices, x read once
+    widen       y = scale * low B.T                                    to which the frozen product is then added
+    outward     dlow = dy B,  dB = scale * dy.T low
+    inward      dx = scale * dlow A,  dA = scale * dlow.T x            to dx the frozen product is then added
+    add_up      the parts of dA and dB, added to buffers in fp32 or written as tensors
+
+As products of torch these are some thirty launches, half of them of a few microseconds. Programs own what they write, and parts are summed
+in one order: repeats are bit-equal.
+
+Legend: T rows, of which n have a gradient, D inputs, M matrices of P parts (P > 1: of one matrix), F outputs of a part, r rank; R = M P r.
+A is [P r, D] and B [P F, r] of each matrix.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .launch import next_power_of_2
+
+MOST_MATRICES, MOST_COLUMNS = 3, 64  # of A x, of a matrix: more would not fit the registers, and suit large products
+LEAST_COLUMNS = 16  # of a product on tensor cores
+PARTS = 8  # that a gradient over rows is summed in
+
+
+@triton.jit
+def _pick(number, x_0, x_1, x_2, COUNT: tl.constexpr):
+    """x_number, of COUNT."""
+    chosen = x_0
+    if COUNT > 1:
+        if number == 1:
+            chosen = x_1
+        if COUNT > 2:
+            if number == 2:
+                chosen = x_2
+    return chosen
+
+
+@triton.jit
+def _part_of(block, width_0, width_1, width_2, MATRICES: tl.constexpr, PARTS: tl.constexpr, COLUMNS: tl.constexpr):
+    """(matrix, part, first column in it, first row of it in all B) of a block of COLUMNS columns of a part."""
+    blocks_0, blocks_1 = tl.cdiv(width_0, COLUMNS) * PARTS, tl.cdiv(width_1, COLUMNS)
+    matrix, first = 0, 0
+    if MATRICES > 1:
+        is_second, is_third = block >= blocks_0, block >= blocks_0 + blocks_1
+        if MATRICES == 2:
+            is_third = block < 0
+        matrix = is_second.to(tl.int32) + is_third.to(tl.int32)
+        block -= tl.where(is_second, blocks_0, 0) + tl.where(is_third, blocks_1, 0)
+        first = tl.where(is_second, width_0, 0) + tl.where(is_third, width_1, 0)
+    each = tl.cdiv(_pick(matrix, width_0, width_1, width_2, MATRICES), COLUMNS)
+    return matrix, block // each, block % each * COLUMNS, first
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _narrow(x, a_0, a_1, a_2, low, num_rows, depth, x_stride, low_stride, MATRICES: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr,
+            STEP: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr):
+    row, step, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, STEP), tl.arange(0, COLUMNS)
+    x += row.to(tl.int64)[:, None] * x_stride + step[None, :]
+    at = column[None, :] * depth + step[:, None]
+    sum_0, sum_1 = tl.zeros((ROWS, COLUMNS), tl.float32), tl.zeros((ROWS, COLUMNS), tl.float32)
+    sum_2 = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in tl.range(0, depth, STEP, num_stages=STAGES):
+        some = tl.load(x + start, mask=(row < num_rows)[:, None] & (start + step < depth)[None, :], other=0.0)
+        inside = (column < RANKS)[None, :] & (start + step < depth)[:, None]
+        sum_0 = tl.dot(some, tl.load(a_0 + at + start, mask=inside, other=0.0), sum_0, input_precision=PRECISION)
+        if MATRICES > 1:
+            sum_1 = tl.dot(some, tl.load(a_1 + at + start, mask=inside, other=0.0), sum_1, input_precision=PRECISION)
+        if MATRICES > 2:
+            sum_2 = tl.dot(some, tl.load(a_2 + at + start, mask=inside, other=0.0), sum_2, input_precision=PRECISION)
+    low += row[:, None] * low_stride + column[None, :]
+    inside = (row < num_rows)[:, None] & (column < RANKS)[None, :]
+    tl.store(low, sum_0.to(low.dtype.element_ty), mask=inside)
+    if MATRICES > 1:
+        tl.store(low + RANKS, sum_1.to(low.dtype.element_ty), mask=inside)
+    if MATRICES > 2:
+        tl.store(low + 2 * RANKS, sum_2.to(low.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _widen(low, b_0, b_1, b_2, y_0, y_1, y_2, num_rows, low_stride, width_0, width_1, width_2, scale, MATRICES: tl.constexpr,
+           PARTS: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+           PRECISION: tl.constexpr):
+    matrix, part, first, _ = _part_of(tl.program_id(0), width_0, width_1, width_2, MATRICES, PARTS, COLUMNS)
+    width, b = _pick(matrix, width_0, width_1, width_2, MATRICES), _pick(matrix, b_0, b_1, b_2, MATRICES)
+    y = _pick(matrix, y_0, y_1, y_2, MATRICES)
+    row, column, inner = tl.program_id(1) * ROWS + tl.arange(0, ROWS), first + tl.arange(0, COLUMNS), tl.arange(0, INNER)
+    low += row[:, None] * low_stride + (matrix * PARTS + part) * RANK + inner[None, :]
+    narrow = tl.load(low, mask=(row < num_rows)[:, None] & (inner < RANK)[None, :], other=0.0)
+    b += (part * width + column)[None, :] * RANK + inner[:, None]
+    wide = tl.load(b, mask=(column < width)[None, :] & (inner < RANK)[:, None], other=0.0)
+    value = tl.dot(narrow, wide, input_precision=PRECISION) * scale
+    y += row.to(tl.int64)[:, None] * (PARTS * width) + (part * width + column)[None, :]
+    tl.store(y, value.to(y.dtype.element_ty), mask=(row < num_rows)[:, None] & (column < width)[None, :])
+
+
+@triton.jit
+def _narrow_gradient(number, dy_0, dy_1, dy_2, b_0, b_1, b_2, dlow, num_rows, low_stride, width_0, width_1, width_2, MATRICES: tl.constexpr,
+                     PARTS: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, INNER: tl.constexpr,
+                     STAGES: tl.constexpr, PRECISION: tl.constexpr):
+    """dlow of ROWS rows and a part."""
+    index = number % (MATRICES * PARTS)
+    matrix, part = index // PARTS, index % PARTS
+    row, step, inner = number // (MATRICES * PARTS) * ROWS + tl.arange(0, ROWS), tl.arange(0, STEP), tl.arange(0, INNER)
+    width = _pick(matrix, width_0, width_1, width_2, MATRICES)
+    b = _pick(matrix, b_0, b_1, b_2, MATRICES) + part * width * RANK
+    dy = _pick(matrix, dy_0, dy_1, dy_2, MATRICES) + part * width
+    at_dy, at_b = row.to(tl.int64)[:, None] * (PARTS * width) + step[None, :], step[:, None] * RANK + inner[None, :]
+    total = tl.zeros((ROWS, INNER), tl.float32)
+    for start in tl.range(0, width, STEP, num_stages=STAGES):
+        some = tl.load(dy + at_dy + start, mask=(row < num_rows)[:, None] & (start + step < width)[None, :], other=0.0)
+        wide = tl.load(b + at_b + start * RANK, mask=(start + step < width)[:, None] & (inner < RANK)[None, :], other=0.0)
+        total = tl.dot(some, wide, total, input_precision=PRECISION)
+    tl.store(dlow + row[:, None] * low_stride + index * RANK + inner[None, :], total.to(dlow.dtype.element_ty),
+             mask=(row < num_rows)[:, None] & (inner < RANK)[None, :])
+
+
+@triton.jit
+def _wide_gradient(number, dy_0, dy_1, dy_2, low, db, num_rows, chunk, low_stride, width_0, width_1, width_2, num_wide, scale,
+                   MATRICES: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+                   INNER: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr):
+    """What `chunk` rows give to dB of COLUMNS outputs of a part."""
+    blocks = tl.cdiv(width_0, COLUMNS) * PARTS
+    if MATRICES > 1:
+        blocks += tl.cdiv(width_1, COLUMNS)
+    if MATRICES > 2:
+        blocks += tl.cdiv(width_2, COLUMNS)
+    place = number // blocks
+    matrix, part, first, before = _part_of(number % blocks, width_0, width_1, width_2, MATRICES, PARTS, COLUMNS)
+    width = _pick(matrix, width_0, width_1, width_2, MATRICES)
+    row, column, inner = tl.arange(0, ROWS), first + tl.arange(0, COLUMNS), tl.arange(0, INNER)
+    dy = _pick(matrix, dy_0, dy_1, dy_2, MATRICES) + part * width
+    low += (matrix * PARTS + part) * RANK
+    total = tl.zeros((COLUMNS, INNER), tl.float32)
+    for start in tl.range(place * chunk, tl.minimum(place * chunk + chunk, num_rows), ROWS, num_stages=STAGES):
+        at, there = (start + row)[:, None], (start + row < num_rows)[:, None]
+        some = tl.load(dy + at.to(tl.int64) * (PARTS * width) + column[None, :], mask=there & (column < width)[None, :], other=0.0)
+        narrow = tl.load(low + at * low_stride + inner[None, :], mask=there & (inner < RANK)[None, :], other=0.0)
+        total = tl.dot(tl.trans(some), narrow, total, input_precision=PRECISION)
+    at_b = (before + part * width + column)[:, None] * RANK + inner[None, :]
+    tl.store(db + place * num_wide + at_b, total * scale, mask=(column < width)[:, None] & (inner < RANK)[None, :])
+
+
+@triton.jit(do_not_specialize=["num_rows", "chunk", "num_narrow"])
+def _outward(dy_0, dy_1, dy_2, b_0, b_1, b_2, low, dlow, db, num_rows, chunk, num_narrow, low_stride, width_0, width_1, width_2, num_wide,
+             scale, MATRICES: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
+             INNER: tl.constexpr, COLUMNS: tl.constexpr, TALL: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr):
+    """The first `num_narrow` programs make dlow, the others dB."""
+    number = tl.program_id(0)
+    if number < num_narrow:
+        _narrow_gradient(number, dy_0, dy_1, dy_2, b_0, b_1, b_2, dlow, num_rows, low_stride, width_0, width_1, width_2, MATRICES, PARTS,
+                         RANK, ROWS, STEP, INNER, STAGES, PRECISION)
+    else:
+        _wide_gradient(number - num_narrow, dy_0, dy_1, dy_2, low, db, num_rows, chunk, low_stride, width_0, width_1, width_2, num_wide,
+                       scale, MATRICES, PARTS, RANK, TALL, COLUMNS, INNER, STAGES, PRECISION)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_live", "chunk"])
+def _inward(dlow, a_0, a_1, a_2, x, dx, da, num_rows, num_live, chunk, depth, x_stride, low_stride, scale, MATRICES: tl.constexpr,
+            RANKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, STAGES: tl.constexpr,
+            PRECISION: tl.constexpr):
+    """dx may be None. Its rows from `num_live` on are zero."""
+    row, column, inner = tl.arange(0, ROWS), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, INNER)
+    at_a, in_a = inner[:, None] * depth + column[None, :], (inner < RANKS)[:, None] & (column < depth)[None, :]
+    own_0 = tl.load(a_0 + at_a, mask=in_a, other=0.0)
+    sum_0, sum_1 = tl.zeros((INNER, COLUMNS), tl.float32), tl.zeros((INNER, COLUMNS), tl.float32)
+    sum_2 = tl.zeros((INNER, COLUMNS), tl.float32)
+    own_1, own_2 = own_0, own_0
+    if MATRICES > 1:
+        own_1 = tl.load(a_1 + at_a, mask=in_a, other=0.0)
+    if MATRICES > 2:
+        own_2 = tl.load(a_2 + at_a, mask=in_a, other=0.0)
+    first = tl.program_id(1) * chunk
+    for start in tl.range(first, tl.minimum(first + chunk, num_rows), ROWS, num_stages=STAGES):
+        at, there = (start + row)[:, None], (start + row < num_live)[:, None]
+        some = tl.load(x + at.to(tl.int64) * x_stride + column[None, :], mask=there & (column < depth)[None, :], other=0.0)
+        narrow, in_low = dlow + at * low_stride + inner[None, :], there & (inner < RANKS)[None, :]
+        part = tl.load(narrow, mask=in_low, other=0.0)
+        sum_0 = tl.dot(tl.trans(part), some, sum_0, input_precision=PRECISION)
+        if dx is not None:
+            gradient = tl.dot(part, own_0, input_precision=PRECISION)
+        if MATRICES > 1:
+            part = tl.load(narrow + RANKS, mask=in_low, other=0.0)
+            sum_1 = tl.dot(tl.trans(part), some, sum_1, input_precision=PRECISION)
+            if dx is not None:
+                gradient = tl.dot(part, own_1, gradient, input_precision=PRECISION)
+        if MATRICES > 2:
+            part = tl.load(narrow + 2 * RANKS, mask=in_low, other=0.0)
+            sum_2 = tl.dot(tl.trans(part), some, sum_2, input_precision=PRECISION)
+            if dx is not None:
+                gradient = tl.dot(part, own_2, gradient, input_precision=PRECISION)
+        if dx is not None:
+            tl.store(dx + at.to(tl.int64) * depth + column[None, :], (gradient * scale).to(dx.dtype.element_ty),
+                     mask=(start + row < num_rows)[:, None] & (column < depth)[None, :])
+    da += tl.program_id(1) * (MATRICES * RANKS * depth) + at_a
+    tl.store(da, sum_0 * scale, mask=in_a)
+    if MATRICES > 1:
+        tl.store(da + RANKS * depth, sum_1 * scale, mask=in_a)
+    if MATRICES > 2:
+        tl.store(da + 2 * RANKS * depth, sum_2 * scale, mask=in_a)
+
+
+@triton.jit(do_not_specialize=["num_da", "num_db"])
+def _add_up(da, db, a_0, a_1, a_2, b_0, b_1, b_2, num_da, num_db, size_a, size_0, size_1, size_2, MATRICES: tl.constexpr,
+            PARTS: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr):
+    """da [num_da, M, size_a], db [num_db, the sizes of B one after the other]."""
+    part, of_a = tl.arange(0, PARTS)[:, None], tl.cdiv(size_a, BLOCK)
+    number = tl.program_id(0)
+    if number < MATRICES * of_a:
+        matrix, at = number // of_a, number % of_a * BLOCK + tl.arange(0, BLOCK)
+        target, size, count = _pick(matrix, a_0, a_1, a_2, MATRICES), size_a, num_da
+        source, stride = da + matrix * size_a, MATRICES * size_a
+    else:
+        matrix, _, first, before = _part_of(number - MATRICES * of_a, size_0, size_1, size_2, MATRICES, 1, BLOCK)
+        target, size, count = _pick(matrix, b_0, b_1, b_2, MATRICES), _pick(matrix, size_0, size_1, size_2, MATRICES), num_db
+        at, source, stride = first + tl.arange(0, BLOCK), db + before, size_0
+        if MATRICES > 1:
+            stride += size_1
+        if MATRICES > 2:
+            stride += size_2
+    inside = at < size
+    total = tl.sum(tl.load(source + part * stride + at[None, :], mask=(part < count) & inside[None, :], other=0.0), 0)
+    if ADDS:
+        total += tl.load(target + at, mask=inside, other=0.0)
+    tl.store(target + at, total.to(target.dtype.element_ty), mask=inside)
+
+
+def suits(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
+    """Whether the matrices are as many, of as many parts and of such ranks as the kernels take: a [(P,) r, D], b [(P,) F, r]."""
+    parts, ranks = {_num_parts(each) for each in b}, {each.numel() // each.shape[-1] for each in a}
+    return len(a) <= MOST_MATRICES and (len(a) == 1 or parts == {1}) and len(ranks) == 1 and max(ranks) <= MOST_COLUMNS
+
+
+def _num_parts(b: Tensor) -> int:
+    return b.shape[0] if b.dim() == 3 else 1
+
+
+def _three(tensors: Sequence) -> list:
+    return [*tensors, *[tensors[0]] * (MOST_MATRICES - len(tensors))]
+
+
+def _widths(b: Sequence[Tensor]) -> list[int]:
+    return _three([each.shape[-2] for each in b])
+
+
+def _columns(ranks: int) -> int:
+    return max(LEAST_COLUMNS, next_power_of_2(ranks))
+
+
+def _precision(x: Tensor) -> str:
+    return "ieee" if x.dtype == torch.float32 else "tf32"
+
+
+def _step(x: Tensor) -> int:
+    """Of the inner dimension of thin products, of which three stages fit shared memory."""
+    return 512 // x.itemsize if x.itemsize < 4 else 64
+
+
+def narrow(x: Tensor, a: Sequence[Tensor]) -> Tensor:
+    """low [T, R] in the dtype of x [T, D], whose rows may be strided; a [(P,) r, D] each, contiguous."""
+    num_rows, depth = x.shape
+    ranks = a[0].numel() // depth
+    low = x.new_empty(num_rows, len(a) * ranks)
+    rows = 32 if num_rows >= 4096 else 16
+    if num_rows:
+        _narrow[(triton.cdiv(num_rows, rows),)](
+            x, *_three(a), low, num_rows, depth, x.stride(0), low.stride(0), MATRICES=len(a), RANKS=ranks, ROWS=rows, STEP=_step(x),
+            COLUMNS=_columns(ranks), STAGES=3 if rows == 32 else 4, PRECISION=_precision(x))
+    return low
+
+
+def widen(low: Tensor, b: Sequence[Tensor], scale: float) -> list[Tensor]:
+    """scale * low B.T [T, P F] of each matrix; b [(P,) F, r] each, contiguous."""
+    num_rows, rank, parts = len(low), b[0].shape[-1], _num_parts(b[0])
+    ys = [low.new_empty(num_rows, each.numel() // rank) for each in b]
+    rows, columns = 64, 128
+    blocks = sum(parts * triton.cdiv(each.shape[-2], columns) for each in b)
+    if num_rows:
+        _widen[(blocks, triton.cdiv(num_rows, rows))](
+            low, *_three(b), *_three(ys), num_rows, low.stride(0), *_widths(b), scale, MATRICES=len(b), PARTS=parts, RANK=rank, ROWS=rows,
+            COLUMNS=columns, INNER=_columns(rank), PRECISION=_precision(low))
+    return ys
+
+
+def outward(dys: Sequence[Tensor], b: Sequence[Tensor], low: Tensor, scale: float, num_live: int) -> tuple[Tensor, Tensor]:
+    """dlow [n, R], and dB in parts, fp32 [parts, all of B], of contiguous dys [T, P F] each and low [T, R]."""
+    rank, parts, rows, columns, tall = b[0].shape[-1], _num_parts(b[0]), 16, 64, 64
+    num_wide, chunk = sum(each.numel() for each in b), _chunk(num_live, tall)
+    num_chunks = triton.cdiv(num_live, chunk)
+    dlow, db = low.new_empty(num_live, low.shape[1]), low.new_empty(num_chunks, num_wide, dtype=torch.float32)
+    num_narrow = triton.cdiv(num_live, rows) * len(b) * parts
+    blocks = sum(parts * triton.cdiv(each.shape[-2], columns) for each in b)
+    if num_live:
+        _outward[(num_narrow + blocks * num_chunks,)](
+            *_three(dys), *_three(b), low, dlow, db, num_live, chunk, num_narrow, low.stride(0), *_widths(b), num_wide, scale,
+            MATRICES=len(b), PARTS=parts, RANK=rank, ROWS=rows, STEP=_step(low), INNER=_columns(rank), COLUMNS=columns, TALL=tall, STAGES=4,
+            PRECISION=_precision(low))
+    return dlow, db
+
+
+def _chunk(num_rows: int, step: int) -> int:
+    """Rows that a part of a gradient is summed over: a multiple of `step`."""
+    return triton.cdiv(max(num_rows, 1), PARTS * step) * step
+
+
+def inward(dlow: Tensor, a: Sequence[Tensor], x: Tensor, scale: float, *, wants_x: bool) -> tuple[Tensor | None, Tensor]:
+    """dx [T, D], zero after the n rows of dlow, and dA in parts, fp32 [parts, all of A]; x [T, D], whose rows may be strided."""
+    (num_rows, depth), num_live, rows, columns = x.shape, len(dlow), 64, 64
+    ranks = a[0].numel() // depth
+    num_programs = num_rows if wants_x else num_live
+    chunk = _chunk(num_programs, rows)
+    num_chunks = triton.cdiv(num_programs, chunk)
+    dx = x.new_empty(num_rows, depth) if wants_x else None
+    da = x.new_empty(num_chunks, len(a) * ranks * depth, dtype=torch.float32)
+    if num_programs:
+        _inward[(triton.cdiv(depth, columns), num_chunks)](
+            dlow, *_three(a), x, dx, da, num_programs, num_live, chunk, depth, x.stride(0), dlow.stride(0), scale, MATRICES=len(a),
+            RANKS=ranks, ROWS=rows, COLUMNS=columns, INNER=_columns(ranks), STAGES=2, PRECISION=_precision(x))
+    return dx, da
+
+
+def add_up(da: Tensor, db: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], *, adds: bool) -> None:
+    """Sum the parts of `inward` and `outward` into contiguous a and b, shaped as the factors: on top of what is there if it `adds`."""
+    block, size_a, sizes = 256, a[0].numel(), [each.numel() for each in b]
+    programs = len(a) * triton.cdiv(size_a, block) + sum(triton.cdiv(size, block) for size in sizes)
+    _add_up[(programs,)](da, db, *_three(a), *_three(b), len(da), len(db), size_a, *_three(sizes), MATRICES=len(a), PARTS=PARTS,
+                         BLOCK=block, ADDS=adds)
