@@ -84,7 +84,7 @@ def measure_part(part: Part, config: ModelConfig, run: RunConfig, context: Paral
             found.append(count())
         return out[:1].sum().item()
 
-    timing = measure_ranks(step, context, prepare=lambda: None, warmup=2, repeats=3)
+    timing = measure_ranks(step, context, prepare=lambda: None, warmup=1, repeats=3)
     if not torch.isfinite(torch.tensor(timing.value)):
         raise ValueError(f"the output is {timing.value}")
     return timing.median, found[-1]
