@@ -62,7 +62,8 @@ class ExpertAdapter(nn.Module):
         self.a = parameter("a", (num_experts, common.rank, depth), cut_of_a, common.init_for(depth))
         self.b = parameter("b", (num_experts, *width, common.rank), cut_of_b, ZERO)
         # The loop takes what the grouped product does not: it wants ranks that fill whole rows of 16 bytes.
-        self.product = choose_product(common.dtype, self.a.shape[2], common.rank, grouped=experts.product is not looped_linear)
+        self.product = choose_product(common.dtype, context.device, self.a.shape[2], common.rank,
+                                      grouped=experts.product is not looped_linear)
 
     def forward(self, y: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
         """y [N, F] with the adapters' part added; rows [N, D], sorted by expert, counts [E]."""

@@ -46,7 +46,7 @@ class Experts(nn.Module):
         self.gate_up = parameter("gate_up", (num_experts, 2, inner, hidden))
         self.down = parameter("down", (num_experts, hidden, inner))
         self.gate_up_adapter = self.down_adapter = unadapted
-        self.product = choose_product(dtype, hidden, self.down.shape[2], grouped=grouped)
+        self.product = choose_product(dtype, context.device, hidden, self.down.shape[2], grouped=grouped)
         self.gate_up_gradient, self.down_gradient = SummedGradient(), SummedGradient()
         self.by_kernels = self.product is grouped_linear and has_large_shared_memory(context.device)
 
@@ -103,10 +103,12 @@ class Experts(nn.Module):
                                        weighted=weighted)
 
 
-def choose_product(dtype: torch.dtype, hidden: int, inner: int, *, grouped: bool) -> ExpertProduct:
-    """The grouped product where torch has it on every device (bf16) and the rows of both sizes lie as it wants; otherwise the loop."""
+def choose_product(dtype: torch.dtype, device: torch.device, hidden: int, inner: int, *, grouped: bool) -> ExpertProduct:
+    """The grouped product where torch has it (bf16 on every device, fp32 on CPUs, where it makes the loop's products, to the bit) and the
+    rows of both sizes lie as it wants; otherwise the loop."""
     aligned = all(size * dtype.itemsize % ALIGNMENT_BYTES == 0 for size in (hidden, inner))
-    return grouped_linear if grouped and dtype == torch.bfloat16 and aligned else looped_linear
+    there = dtype == torch.bfloat16 or (dtype == torch.float32 and device.type == "cpu")
+    return grouped_linear if grouped and there and aligned else looped_linear
 
 
 def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:

@@ -36,18 +36,26 @@ def test_grouped_linear(counts, broadcast):
 
 
 @pytest.mark.parametrize(
-    "dtype, hidden, inner, grouped, chosen",
+    "dtype, device, hidden, inner, grouped, chosen",
     [
-        (torch.bfloat16, 64, 32, True, grouped_linear),
-        (torch.bfloat16, 64, 32, False, looped_linear),
-        (torch.bfloat16, 64, 12, True, looped_linear),
-        (torch.bfloat16, 60, 32, True, looped_linear),
-        (torch.float32, 64, 32, True, looped_linear),
-        (torch.float64, 64, 32, True, looped_linear),
+        (torch.bfloat16, "cuda", 64, 32, True, grouped_linear),
+        (torch.bfloat16, "cpu", 64, 32, False, looped_linear),
+        (torch.bfloat16, "cpu", 64, 12, True, looped_linear),
+        (torch.bfloat16, "cpu", 60, 32, True, looped_linear),
+        (torch.float32, "cuda", 64, 32, True, looped_linear),
+        (torch.float32, "cpu", 64, 32, True, grouped_linear),
+        (torch.float32, "cpu", 62, 32, True, looped_linear),
+        (torch.float64, "cpu", 64, 32, True, looped_linear),
     ],
 )
-def test_choose_product(dtype, hidden, inner, grouped, chosen):
-    assert choose_product(dtype, hidden, inner, grouped=grouped) is chosen
+def test_choose_product(dtype, device, hidden, inner, grouped, chosen):
+    assert choose_product(dtype, torch.device(device), hidden, inner, grouped=grouped) is chosen
+
+
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+def test_both_products_are_equal_to_the_bit_on_a_cpu(counts):
+    grouped, looped = (results(product, torch.float32, counts, False) for product in (grouped_linear, looped_linear))
+    assert all(torch.equal(a, b) for a, b in zip(grouped, looped, strict=True))
 
 
 def test_sort_by_local_expert_leaves_other_choices_out():
