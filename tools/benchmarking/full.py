@@ -88,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--long-length", type=int, default=None, metavar="N", help="Tokens of the document; 100096, with --toy 512.")
     parser.add_argument("--cases", nargs="*", metavar="TEXT", help="Those whose name has one of these texts.")
     parser.add_argument("--repeats", type=int, default=5, help="Timed steps of each case.")
-    parser.add_argument("--seconds", type=float, default=520.0, help="Begin no case after so long, and end all at that time.")
+    parser.add_argument("--seconds", type=float, default=520.0, help="End the processes that the suite has started after so long in all.")
     parser.add_argument("--case-seconds", type=float, default=75.0, help="End the processes of a case that takes longer.")
     # Of processes that the suite has started: the first case to run, and where to put what was measured.
     parser.add_argument("--part", type=int, default=0, help=argparse.SUPPRESS)
@@ -149,10 +149,6 @@ def run_in_world(todo: Sequence[Case], arguments: argparse.Namespace) -> list[Re
     contexts: dict[tuple[ParallelConfig, int], ParallelContext] = {}
     results: list[Result] = []
     for case in todo[arguments.part:]:
-        if slowest(time.monotonic() - start, base) > arguments.seconds - arguments.case_seconds / 2:
-            if base.world.rank == 0:
-                print(f"not run, for want of time: {case.name} and what comes after it", flush=True)
-            break
         faulthandler.dump_traceback_later(arguments.case_seconds, exit=True)
         result = run_case(case, base, contexts, arguments)
         faulthandler.cancel_dump_traceback_later()

@@ -14,8 +14,8 @@ from typing import Any
 def run_parts(names: Sequence[str], command: Callable[[int, Path], Sequence[str]], end: float) -> list[dict[str, Any]]:
     """What the parts of these names gave, in order; those that failed are left out, and told.
 
-    command(n, path): processes that run the parts from number n on, each adding what it gave to the JSON list in the file `path`. They end
-    with status 0 when they leave out the rest of their own accord. No process runs after the time `end` (of time.monotonic).
+    command(n, path): processes that run the parts from number n on, each adding what it gave to the JSON list in the file `path`. None runs
+    after the time `end` (of time.monotonic).
     """
     results: list[dict[str, Any]] = []
     part = 0
@@ -28,8 +28,6 @@ def run_parts(names: Sequence[str], command: Callable[[int, Path], Sequence[str]
         part += len(found)
         if status is None:
             print(f"the time is over; not run: {', '.join(names[part:])}", flush=True)
-            break
-        if status == 0:
             break
         if part < len(names):
             print(f"FAILED {names[part]}: its processes ended with status {status}", flush=True)
