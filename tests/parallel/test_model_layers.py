@@ -11,17 +11,22 @@ from megatron_dllm.diffusion.inputs import microbatch_inputs
 from megatron_dllm.diffusion.streams import build_streams
 from megatron_dllm.parallel import ParallelContext, Topology, communication, create_context
 from megatron_dllm.tensor_parallel import sum_shared_gradients
+from megatron_dllm.transformer.gated_delta_fla import FlaGatedDelta
+from megatron_dllm.transformer.gated_delta_net import GatedDeltaNet
 from megatron_dllm.transformer.token_pass import SequenceSplit
+from tests.unit.fake_fla import by_tokens
 from tests.unit.toy import CONFIG, toy_model, toy_plan, toy_tokens
 
 TOLERANCE = 1e-10
 EVERYTHING = dataclasses.replace(
     CONFIG, layer_types=("linear", "sliding", "full"), linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=6,
     linear_value_head_dim=5, enable_mhc_connections=True, mhc_num_residual_streams=2, mtp_num_layers=2)
-CASES = {  # sizes of the world, sequence parallel, parts that are recomputed
-    "tp2": ({"tp": 2}, False, ("mhc", "core_attn")),
-    "tp2 sp": ({"tp": 2}, True, ("mhc",)),
-    "cp2": ({"cp": 2}, False, ("core_attn",)),
+CASES = {  # sizes of the world, sequence parallel, parts that are recomputed, whether gated delta nets call fla's function
+    "tp2": ({"tp": 2}, False, ("mhc", "core_attn"), False),
+    "tp2 sp": ({"tp": 2}, True, ("mhc",), False),
+    "cp2": ({"cp": 2}, False, ("core_attn",), False),
+    "tp2 fla": ({"tp": 2}, False, (), True),
+    "cp2 fla": ({"cp": 2}, False, ("core_attn",), True),
 }
 
 
@@ -41,11 +46,15 @@ def gradients_of(model, config, context):
 
 def worst_difference(rank, case):
     """(difference of the losses; largest of gradients by the largest gradient; its parameter)."""
-    (sizes, sequence_parallel, recompute), config = CASES[case], EVERYTHING
+    (sizes, sequence_parallel, recompute, fla), config = CASES[case], EVERYTHING
     context = create_context(Topology(world=2, **sizes), rank=rank, device=torch.device("cpu"), sequence_parallel=sequence_parallel)
     reference = toy_model(config=config)
     expected, wholes = gradients_of(reference, config, ParallelContext.single())
     model = toy_model(config=config, context=context, recompute=frozenset(recompute))
+    if fla:
+        for module in model.modules():
+            if isinstance(module, GatedDeltaNet):
+                module.rule = FlaGatedDelta(by_tokens)
     placements = {name: p.placement for name, p in model.named_parameters()}
     with torch.no_grad():
         for (name, own), whole in zip(model.named_parameters(), reference.parameters(), strict=True):
