@@ -8,13 +8,15 @@ from torch import Tensor
 
 COLUMNS = 2048  # 8 warps, 8 logits a thread
 PARTS = 4  # a token's vocabulary is read by so many programs: 512 tokens (a chunk at 262144 rows) then fill 132 processors evenly
+# A soft cap up to which exp(logit - cap) is summed without the largest logit: the least such number, exp(-80), is far from fp32's.
+LARGEST_KNOWN_PEAK = 40.0
 
 
 @triton.jit
 def _tanh(x):
     """(tanh, its derivative) from exp(-2 |x|); near 0, where 1 - exp cancels, the series."""
     size = tl.abs(x)
-    small = tl.exp(-2 * size)
+    small = tl.exp2(-2.8853900817779268 * size)
     part = 1 / (1 + small)
     square = x * x
     series = size * (1 + square * (-1 / 3 + square * (2 / 15 - square * (17 / 315))))
@@ -27,7 +29,7 @@ def _logits(values, column, softcap, seen, extra, HAS_CAP: tl.constexpr, HAS_BON
     """(logits with the bonus, their derivative by the product)."""
     slope = values * 0 + 1
     if HAS_CAP:
-        values, slope = _tanh(values / softcap)
+        values, slope = _tanh(values * (1 / softcap))  # a division a logit would take as long as an exponential
         values *= softcap
     if HAS_BONUS:
         values += tl.where(column == seen, extra, 0.0)
@@ -36,7 +38,9 @@ def _logits(values, column, softcap, seen, extra, HAS_CAP: tl.constexpr, HAS_BON
 
 @triton.jit
 def _statistics(product, target, observed, bonus, own, num_tokens, width, softcap, PARTS: tl.constexpr, COLUMNS: tl.constexpr,
-                HAS_CAP: tl.constexpr, HAS_BONUS: tl.constexpr):
+                HAS_CAP: tl.constexpr, HAS_BONUS: tl.constexpr, HAS_PEAK: tl.constexpr, IS_WHOLE: tl.constexpr):
+    """With HAS_PEAK no logit is above the soft cap, which is then taken off before exp instead of the largest so far. IS_WHOLE: each part
+    is a multiple of COLUMNS."""
     token, part = tl.program_id(0), tl.program_id(1)
     product += token.to(tl.int64) * width
     per_part = tl.cdiv(tl.cdiv(width, PARTS), COLUMNS) * COLUMNS
@@ -52,18 +56,27 @@ def _statistics(product, target, observed, bonus, own, num_tokens, width, softca
     first = tl.full((COLUMNS,), 2147483647, tl.int32)
     at = part * per_part
     while at < end:
-        values = tl.load(product + column, mask=column < end, other=0.0).to(tl.float32)
+        inside = None if IS_WHOLE else column < end
+        values = tl.load(product + column, mask=inside).to(tl.float32)
         logits, _ = _logits(values, column, softcap, seen, extra, HAS_CAP, HAS_BONUS)
-        logits = tl.where(column < end, logits, -float("inf"))
+        if not IS_WHOLE:
+            logits = tl.where(inside, logits, -float("inf"))
         above = logits > largest
-        small = tl.exp(-tl.abs(logits - largest))
-        total = tl.where(above, total * small + 1, total + small)
+        if HAS_PEAK:
+            total += tl.exp(logits - softcap)
+        else:
+            small = tl.exp(-tl.abs(logits - largest))
+            total = tl.where(above, total * small + 1, total + small)
         first = tl.where(above, column, first)
         largest = tl.where(above, logits, largest)
         column += COLUMNS
         at += COLUMNS
     overall = tl.max(largest, 0)
-    sum_exp = tl.sum(total * tl.exp(largest - overall), 0)
+    if HAS_PEAK:
+        # A part without tokens has a sum of zero and no largest logit.
+        sum_exp = tl.sum(total, 0) * tl.exp(tl.minimum(softcap - overall, 2 * softcap))
+    else:
+        sum_exp = tl.sum(total * tl.exp(largest - overall), 0)
     best = tl.min(tl.where(largest == overall, first, 2147483647), 0)
     ours = (wanted >= part * per_part) & (wanted < end)
     value = tl.load(product + wanted, mask=ours, other=0.0).to(tl.float32)
@@ -117,7 +130,9 @@ def softmax_statistics(product: Tensor, target: Tensor, softcap: float | None, o
         own[:, 0] = -torch.inf
     elif num_tokens:
         _statistics[(num_tokens, PARTS)](product, target, observed, bonus, own, num_tokens, width, softcap or 1.0, PARTS=PARTS,
-                                         COLUMNS=COLUMNS, HAS_CAP=softcap is not None, HAS_BONUS=observed is not None, num_warps=8)
+                                         COLUMNS=COLUMNS, HAS_CAP=softcap is not None, HAS_BONUS=observed is not None,
+                                         HAS_PEAK=observed is None and softcap is not None and softcap <= LARGEST_KNOWN_PEAK,
+                                         IS_WHOLE=width % (PARTS * COLUMNS) == 0, num_warps=8)
     return own
 
 

@@ -13,7 +13,8 @@ from tests.unit.kernel_cases import DEVICES, draw, need_kernels
 soft_embedding = importlib.import_module("megatron_dllm.tensor_parallel.soft_embedding")  # its function hides it in the package
 CASES = pytest.mark.parametrize(
     "num_tokens, width, softcap, has_bonus",
-    [(1, 5, 30.0, False), (3, 2100, 30.0, True), (2, 9001, None, True), (3, 17, None, False), (0, 8, 30.0, True), (2, 0, 30.0, False)],
+    [(1, 5, 30.0, False), (3, 2100, 30.0, True), (2, 9001, None, True), (3, 17, None, False), (0, 8, 30.0, True), (2, 0, 30.0, False),
+     (2, 8192, 30.0, False), (3, 2100, 50.0, False)],
 )
 
 
