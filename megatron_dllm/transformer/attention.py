@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from ..config import ModelConfig
 from ..context_parallel.plan import ShardedPlan
+from ..kernels.launch import takes
 from ..parallel import ParallelContext
 from ..tensor_parallel import ColumnParallelLinear, RowParallelLinear, column_layers, local_heads
 from ..tensor_parallel.dropout import TokenDraws
@@ -14,7 +15,7 @@ from .core_attention import AttentionPlan, attend
 from .key_cache import BlockPlan, KeyCache
 from .norms import RMSNorm, rms_norm
 from .recompute import Recompute
-from .rotary import norm_and_rotate_pair
+from .rotary import RotaryTable, norm_and_rotate_pair, norm_heads
 from .rows import take_distinct
 from .token_pass import LayerContext, LayerPass
 
@@ -45,8 +46,7 @@ class SelfAttention(nn.Module):
     def forward(self, x: Tensor, layer_pass: LayerPass, earlier: LayerContext | KeyCache | None) -> tuple[Tensor, LayerContext | None]:
         """y [T, H] from x [T, H], and the keys and values that a later pass needs. A cache at fixed addresses gets them by itself."""
         query, raw_key, raw_value = self._project(x, layer_pass.draws)
-        query, key = self.turn(query, raw_key, self.q_norm.weight, self.k_norm.weight, layer_pass.rotary, self.eps)
-        value = rms_norm(raw_value, None, self.eps)
+        query, key, value = self._normed(query, raw_key, raw_value, layer_pass.rotary)
         if isinstance(layer_pass.attention, BlockPlan):
             return self.o_proj(layer_pass.attention.attend(query, key, value, earlier).flatten(1), layer_pass.draws), None
         if earlier is not None:
@@ -54,6 +54,13 @@ class SelfAttention(nn.Module):
         out = self.recompute("core_attn", self._attend, query, key, value, layer_pass.attention)
         kept = None if layer_pass.kept is None else LayerContext(take_distinct(key, layer_pass.kept), take_distinct(value, layer_pass.kept))
         return self.o_proj(out.flatten(1), layer_pass.draws), kept
+
+    def _normed(self, query: Tensor, key: Tensor, value: Tensor, table: RotaryTable) -> tuple[Tensor, Tensor, Tensor]:
+        """All three normed, queries and keys turned."""
+        weights = self.q_norm.weight, self.k_norm.weight
+        if self.turn is norm_and_rotate_pair and not takes(query):
+            return norm_heads(query, key, value, *weights, table, self.eps)
+        return *self.turn(query, key, *weights, table, self.eps), rms_norm(value, None, self.eps)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan | ShardedPlan) -> Tensor:
         """[T, h, d]; generation has whole sequences also where training shares them."""

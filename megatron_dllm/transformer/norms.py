@@ -14,31 +14,41 @@ from .precision import at_least_fp32
 NormFunction = Callable[[Tensor, Tensor, float], Tensor]  # of x, weight and eps
 
 
+def inverse_root(x: Tensor, eps: float) -> Tensor:
+    """(mean(x^2) + eps)^-0.5 over the last dimension of x, at least fp32; a value a row."""
+    return x.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+
+
+def gradient_of_normed(grad: Tensor, normed: Tensor, root: Tensor) -> Tensor:
+    """dx = r * (g - n * mean(g * n)) of n = x * r, r = inverse_root(x), from g, the gradient of n."""
+    projection = (grad * normed).sum(-1, keepdim=True)
+    return torch.addcmul(grad, normed, projection, value=-1 / normed.shape[-1]).mul_(root)
+
+
 class _RMSNorm(torch.autograd.Function):
     """y = n * w with n = x * r, r = (mean(x^2) + eps)^-0.5. Saved: x as given and r, a value a row.
 
-    dw = sum over rows of dy * n;  dx = r * (g - n * mean(g * n)) with g = dy * w.
+    dw = sum over rows of dy * n;  dn = dy * w.
     """
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
         wide = at_least_fp32(x)
-        inverse_root = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
-        ctx.save_for_backward(x, weight, inverse_root)
-        y = wide * inverse_root
+        root = inverse_root(wide, eps)
+        ctx.save_for_backward(x, weight, root)
+        y = wide * root
         return (y if weight is None else y.mul_(weight.to(y.dtype))).to(x.dtype)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        x, weight, inverse_root = ctx.saved_tensors
-        normed, grad = at_least_fp32(x) * inverse_root, at_least_fp32(grad)
+        x, weight, root = ctx.saved_tensors
+        normed, grad = at_least_fp32(x) * root, at_least_fp32(grad)
         grad_weight = None
         if weight is not None:
             if ctx.needs_input_grad[1]:
                 grad_weight = (grad * normed).flatten(0, -2).sum(0).to(weight.dtype)
             grad = grad * weight.to(grad.dtype)
-        projection = (grad * normed).mean(-1, keepdim=True)
-        return (grad - normed.mul_(projection)).mul_(inverse_root).to(x.dtype), grad_weight, None
+        return gradient_of_normed(grad, normed, root).to(x.dtype), grad_weight, None
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:

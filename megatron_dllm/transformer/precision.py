@@ -12,7 +12,8 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def at_least_fp32(x: Tensor) -> Tensor:
     """`x`, upcast to fp32 when it has fewer bits."""
-    return x.to(accumulation_dtype(x.dtype))
+    dtype = accumulation_dtype(x.dtype)
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def freeze(module: nn.Module, dtype: torch.dtype) -> None:

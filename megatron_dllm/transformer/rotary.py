@@ -7,12 +7,13 @@ usual partial rotary, which would turn the first 128 dimensions with frequencies
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from ..kernels.launch import takes
-from .norms import rms_norm
+from .norms import gradient_of_normed, inverse_root, rms_norm
 from .precision import at_least_fp32
 
 
@@ -22,6 +23,12 @@ class RotaryTable:
 
     cos: Tensor
     sin: Tensor
+
+    @cached_property
+    def angles(self) -> Tensor:
+        """fp32 [T, d], of a half turn at most: what turns each dimension, for kernels of others. Made when it is first asked for."""
+        half = torch.atan2(self.sin, self.cos)[:, 0]
+        return torch.cat([half, half], dim=-1)
 
 
 def inverse_frequencies(head_dim: int, theta: float, fraction: float, device: torch.device) -> Tensor:
@@ -56,3 +63,50 @@ def norm_and_rotate_pair(query: Tensor, key: Tensor, query_weight: Tensor | None
                          eps: float) -> tuple[Tensor, Tensor]:
     """Both of queries [T, h, d] and keys [T, g, d]."""
     return norm_and_rotate(query, query_weight, table, eps), norm_and_rotate(key, key_weight, table, eps)
+
+
+def norm_heads(query: Tensor, key: Tensor, value: Tensor, query_weight: Tensor, key_weight: Tensor, table: RotaryTable,
+               eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries [T, h, d] and keys [T, g, d] normed and turned, values [T, g, d] normed without a weight, in plain torch: all heads in one
+    function, of a dozen operations each way, since on a CPU it is their number that takes the time."""
+    return _NormHeads.apply(query, key, value, query_weight, key_weight, table.cos, table.sin, eps)
+
+
+class _NormHeads(torch.autograd.Function):
+    """n = x * r of all heads x = [query ; key ; value]; the first h + g of them times their weight and turned. Saved: n and r."""
+
+    @staticmethod
+    def forward(ctx, query: Tensor, key: Tensor, value: Tensor, query_weight: Tensor, key_weight: Tensor, cos: Tensor, sin: Tensor,
+                eps: float) -> tuple[Tensor, Tensor, Tensor]:
+        num_queries, num_turned, head_dim = query.shape[1], query.shape[1] + key.shape[1], query.shape[2]
+        x = at_least_fp32(torch.cat([query, key, value], 1))
+        root = inverse_root(x, eps)
+        normed = x * root
+        weight = torch.cat([query_weight.expand(num_queries, head_dim), key_weight.expand(num_turned - num_queries, head_dim)]).to(x.dtype)
+        turned = _turn(normed[:, :num_turned] * weight, cos, sin).to(query.dtype)
+        ctx.save_for_backward(normed, root, weight, cos, sin)
+        ctx.num_queries, ctx.num_turned, ctx.dtype, ctx.weight_dtype = num_queries, num_turned, query.dtype, query_weight.dtype
+        return turned[:, :num_queries], turned[:, num_queries:], normed[:, num_turned:].to(query.dtype)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        normed, root, weight, cos, sin = ctx.saved_tensors
+        num_queries, num_turned = ctx.num_queries, ctx.num_turned
+        grad = at_least_fp32(torch.cat(grads, 1))
+        back = _turn(grad[:, :num_turned], cos, -sin)
+        of_weights = (None, None)
+        if any(ctx.needs_input_grad[3:5]):
+            by_head = (back * normed[:, :num_turned]).sum(0)
+            of_weights = tuple(part.sum(0).to(ctx.weight_dtype) for part in (by_head[:num_queries], by_head[num_queries:]))
+        torch.mul(back, weight, out=grad[:, :num_turned])
+        dx = gradient_of_normed(grad, normed, root).to(ctx.dtype)
+        return dx[:, :num_queries], dx[:, num_queries:num_turned], dx[:, num_turned:], *of_weights, None, None, None
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`rotate` in few operations, without gradient; x [T, heads, d] at least fp32."""
+    halves = x.unflatten(-1, (2, -1))
+    turned = halves * cos[:, :, None]
+    turned[:, :, 0].addcmul_(halves[:, :, 1], sin, value=-1)
+    turned[:, :, 1].addcmul_(halves[:, :, 0], sin)
+    return turned.flatten(2)

@@ -99,6 +99,8 @@ def count_kernels_as_launches(counter: LaunchCounter, monkeypatch: pytest.Monkey
     for place in (norms, attention, model):
         monkeypatch.setattr(place, "rms_norm", plain_norm)
     monkeypatch.setattr(rotary, "rms_norm", rms_norm)
+    monkeypatch.setattr(attention, "norm_heads", lambda query, key, value, *others: (
+        *rotary.norm_and_rotate_pair(query, key, *others), plain_norm(value, None, others[-1])))
     for place, name, num_backward in (
             (rotary, "norm_and_rotate", 2), (attention, "attend", 4), (block, "after_attention", 3), (block, "after_feed_forward", 2),
             (mlp, "gated_gelu", 1), (experts, "gated_gelu", 1), (router, "route", 2), (alltoall, "permute", 1), (alltoall, "unpermute", 1)):

@@ -66,3 +66,32 @@ def test_the_torch_path_equals_the_reference(weighted):
     both = (outputs_and_gradients(function, inputs, dy) for function in (ours, in_order(reference.norm_and_rotate)))
     for got, want in zip(*both, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("own_values", [True, False], ids=["values", "keys as values"])
+@pytest.mark.parametrize("num_tokens", [9, 0])
+def test_all_heads_at_once_equal_one_kind_after_the_other(num_tokens, own_values):
+    (cos, sin, query, query_weight), dy = arguments((num_tokens, 4, 6), True, torch.float64, "cpu")
+    key, value = (draw(num_tokens, 2, 6 + n, dtype=torch.float64, device="cpu").detach()[..., :6].requires_grad_() for n in (1, 2))
+    key_weight = (query_weight.detach() * 2 - 0.3).requires_grad_()
+    table = rotary.RotaryTable(cos[:, None], sin[:, None])
+
+    def joined(function):
+        return lambda *x: torch.cat(function(x[0], x[1], x[2] if own_values else x[1] + 0 * x[2], *x[3:], table, EPS), dim=1)
+
+    def apart(query, key, value, query_weight, key_weight, table, eps):
+        return (rotary.rotate(norms.rms_norm(query, query_weight, eps), table), rotary.rotate(norms.rms_norm(key, key_weight, eps), table),
+                norms.rms_norm(value, None, eps))
+
+    inputs, dy = [query, key, value, query_weight, key_weight], torch.cat([dy, dy.flip(1)], dim=1)
+    for got, want in zip(*(outputs_and_gradients(joined(f), inputs, dy) for f in (rotary.norm_heads, apart)), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+def test_heads_of_16_bits_are_rounded_once():
+    (cos, sin, query, weight), _ = arguments((5, 3, 8), True, torch.bfloat16, "cpu")
+    table = rotary.RotaryTable(cos[:, None], sin[:, None])
+    turned = rotary.norm_heads(query, query, query, weight, weight, table, EPS)
+    wide = [x.detach().float() for x in (query, weight)]
+    want = rotary.rotate(norms.rms_norm(*wide, EPS), table)
+    assert torch.equal(turned[0], want.bfloat16()) and torch.equal(turned[2], norms.rms_norm(wide[0], None, EPS).bfloat16())
