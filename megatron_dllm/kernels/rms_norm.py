@@ -25,8 +25,9 @@ def _forward(x, weight, y, inverse_root, num_rows, eps, WIDTH: tl.constexpr, ROW
 
 
 @triton.jit
-def _backward(x, weight, inverse_root, dy, dx, partial, num_rows, num_tiles, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+def _backward(x, weight, inverse_root, dy, beside, dx, partial, num_rows, num_tiles, WIDTH: tl.constexpr, ROWS: tl.constexpr,
               COLUMNS: tl.constexpr, HAS_WEIGHT: tl.constexpr, WANTS_WEIGHT: tl.constexpr):
+    """`beside`, of the shape of dx, is added to it (None: nothing is)."""
     column = tl.arange(0, COLUMNS)
     in_row = column < WIDTH
     if HAS_WEIGHT:
@@ -44,7 +45,10 @@ def _backward(x, weight, inverse_root, dy, dx, partial, num_rows, num_tiles, WID
         if HAS_WEIGHT:
             grad *= factor
         projection = tl.sum(grad * normed, 1)[:, None] / WIDTH
-        tl.store(dx + at, ((grad - normed * projection) * root).to(dx.dtype.element_ty), mask=inside)
+        total = (grad - normed * projection) * root
+        if beside is not None:
+            total += tl.load(beside + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(dx + at, total.to(dx.dtype.element_ty), mask=inside)
         number += tl.num_programs(0)
     if WANTS_WEIGHT:
         tl.store(partial + tl.program_id(0) * WIDTH + column, tl.sum(dweight, 0), mask=in_row)
@@ -70,19 +74,41 @@ def sum_partials(partial: Tensor, dtype: torch.dtype) -> Tensor:
     return total
 
 
+def _norm(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    """y, and the inverse root, fp32, a number a row of x, which is contiguous."""
+    width = x.shape[-1]
+    num_rows = x.numel() // width
+    y, inverse_root = torch.empty_like(x), torch.empty(num_rows, dtype=torch.float32, device=x.device)
+    rows, columns, warps = tile(width)
+    if num_rows:
+        _forward[(triton.cdiv(num_rows, rows),)](x, weight, y, inverse_root, num_rows, eps, WIDTH=width, ROWS=rows, COLUMNS=columns,
+                                                 HAS_WEIGHT=weight is not None, num_warps=warps)
+    return y, inverse_root
+
+
+def _gradients(x: Tensor, weight: Tensor | None, inverse_root: Tensor, dy: Tensor, beside: Tensor | None, *,
+               wants_weight: bool) -> tuple[Tensor, Tensor | None]:
+    """dx, with `beside` added, and the weight's gradient where it is wanted."""
+    num_rows, width, dx = len(inverse_root), x.shape[-1], torch.empty_like(x)
+    if not num_rows:
+        return dx, torch.zeros_like(weight) if wants_weight else None
+    rows, columns, warps = tile(width)
+    tiles = triton.cdiv(num_rows, rows)
+    programs = persistent_programs(x.device, tiles) if wants_weight else tiles
+    partial = torch.empty(programs, width, dtype=torch.float32, device=x.device) if wants_weight else None
+    beside = None if beside is None else beside.contiguous()
+    _backward[(programs,)](x, weight, inverse_root, dy.contiguous(), beside, dx, partial, num_rows, tiles, WIDTH=width, ROWS=rows,
+                           COLUMNS=columns, HAS_WEIGHT=weight is not None, WANTS_WEIGHT=wants_weight, num_warps=warps)
+    return dx, sum_partials(partial, weight.dtype) if wants_weight else None
+
+
 class _RMSNorm(torch.autograd.Function):
-    """Saved: x as given and the inverse root, fp32, a number a row."""
+    """Saved: x as given and the inverse root."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
         x = x.contiguous()
-        width = x.shape[-1]
-        num_rows = x.numel() // width
-        y, inverse_root = torch.empty_like(x), torch.empty(num_rows, dtype=torch.float32, device=x.device)
-        rows, columns, warps = tile(width)
-        if num_rows:
-            _forward[(triton.cdiv(num_rows, rows),)](x, weight, y, inverse_root, num_rows, eps, WIDTH=width, ROWS=rows, COLUMNS=columns,
-                                                     HAS_WEIGHT=weight is not None, num_warps=warps)
+        y, inverse_root = _norm(x, weight, eps)
         ctx.save_for_backward(x, weight, inverse_root)
         return y
 
@@ -90,18 +116,28 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx, dy: Tensor):
         x, weight, inverse_root = ctx.saved_tensors
         wants_weight = weight is not None and ctx.needs_input_grad[1]
-        num_rows, width, dx = len(inverse_root), x.shape[-1], torch.empty_like(x)
-        if not num_rows:
-            return dx, torch.zeros_like(weight) if wants_weight else None, None
-        rows, columns, warps = tile(width)
-        tiles = triton.cdiv(num_rows, rows)
-        programs = persistent_programs(x.device, tiles) if wants_weight else tiles
-        partial = torch.empty(programs, width, dtype=torch.float32, device=x.device) if wants_weight else None
-        _backward[(programs,)](x, weight, inverse_root, dy.contiguous(), dx, partial, num_rows, tiles, WIDTH=width, ROWS=rows,
-                               COLUMNS=columns, HAS_WEIGHT=weight is not None, WANTS_WEIGHT=wants_weight, num_warps=warps)
-        return dx, sum_partials(partial, weight.dtype) if wants_weight else None, None
+        return *_gradients(x, weight, inverse_root, dy, None, wants_weight=wants_weight), None
+
+
+class _NormBeside(torch.autograd.Function):
+    """Saved: x and the inverse root."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        y, inverse_root = _norm(x, weight, eps)
+        ctx.save_for_backward(x, weight, inverse_root)
+        return y, x
+
+    @staticmethod
+    def backward(ctx, dy: Tensor, beside: Tensor):
+        return *_gradients(*ctx.saved_tensors, dy, beside, wants_weight=ctx.needs_input_grad[1]), None
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """x * (mean(x^2) + eps)^-0.5 * weight over the last dimension, at most WIDEST_ROW wide, in fp32; the dtype of `x`."""
     return _RMSNorm.apply(x, weight, eps)
+
+
+def rms_norm_beside(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(rms_norm(x), x) of contiguous x: for two readers of x, whose gradients are added up in one pass."""
+    return _NormBeside.apply(x, weight, eps)

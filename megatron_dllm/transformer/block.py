@@ -94,8 +94,9 @@ class TransformerBlock(nn.Module):
     def _fused(self, call: Call, x: Tensor, token_pass: TokenPass, earlier: Context | None,
                chain: StreamChain | None) -> tuple[Tensor, Context | None]:
         """`_by_parts` where nothing comes between the norms that meet the residual."""
-        attended, kept = self.attention(self.input_layernorm(x), token_pass.layers[self.kind], earlier)
         router, eps = self.moe.router, self.input_layernorm.eps
+        normed, x = self.input_layernorm.beside(x)
+        attended, kept = self.attention(normed, token_pass.layers[self.kind], earlier)
         readers = self.pre_feedforward_layernorm.weight, self.pre_feedforward_layernorm_2.weight, router.scale
         h, for_mlp, for_experts, scaled = after_attention(x, attended, self.post_attention_layernorm.weight, readers, router.root, eps)
         parts = self._feed_forward(call, for_mlp, for_experts, scaled, token_pass)

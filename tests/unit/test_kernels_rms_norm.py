@@ -54,6 +54,26 @@ def test_rms_norm_repeats_bit_for_bit_and_without_a_weight_gradient(device):
     assert len(frozen) == 2 and torch.equal(frozen[1], first[1])
 
 
+@DEVICES
+@pytest.mark.parametrize("trained", [True, False], ids=["trained", "frozen"])
+@pytest.mark.parametrize("shape", [(1, 2816), (17, 96), (0, 32)], ids=str)
+def test_two_readers_of_one_input(shape, trained, device):
+    need_kernels(device)
+    from megatron_dllm.kernels.rms_norm import rms_norm_beside
+
+    (x, weight), dy = arguments(shape, True, torch.bfloat16, device)
+    joined = torch.cat([dy, 3 * dy.flip(1)], 1)
+
+    def beside(norm):
+        return lambda x, weight: torch.cat(norm(x, weight, 1e-3), 1)
+
+    def apart(norm):
+        return beside(lambda x, weight, eps: (norm(x, weight, eps), x))
+
+    check(beside(rms_norm_beside), apart(reference.rms_norm), apart(norms._RMSNorm.apply), [x, weight.detach().requires_grad_(trained)],
+          joined, units=8)
+
+
 @pytest.mark.parametrize("weighted", [True, False], ids=["weight", "none"])
 def test_the_torch_path_equals_the_reference(weighted):
     inputs, dy = arguments((17, 30), weighted, torch.float64, "cpu")
