@@ -2,7 +2,10 @@
 
 from megatron_dllm.config.check import Fault, check
 
-LOCAL = {"transformer_impl": "local", "fp8_format": None, "moe_grouped_gemm_backend": "local"}
+LOCAL = {"transformer_impl": "local", "fp8_format": None, "moe_grouped_gemm_backend": "local", "attention_backend": "local",
+         "rotary_backend": "local", "cross_entropy_fusion_impl": "native"}
+OUR_ATTENTION = {"attention_backend": "local"}
+WIDEST_HEAD = 256  # of its attention, as transformer.packed_attention has it
 FP8_MULTIPLE = 16  # an FP8 product reads both matrices along both of their sides in pieces of 16 bytes
 
 
@@ -26,6 +29,31 @@ def engine_is_not_recorded(impl: str, graphs: str) -> Fault | None:
         return None
     return Fault("graphs are recorded of our own kernels alone: nothing holds replays of the package's modules to what they should give",
                  "set --cuda-graph-impl none, or --transformer-impl local", LOCAL)  # fmt: skip
+
+
+@check("attention_backend", "layer_types", "kv_channels", "global_kv_channels")
+def engine_attends_in_some_layers(backend: str, types: tuple[str, ...], sliding: int, full: int) -> Fault | None:
+    widths = [width for kind, width in (("sliding", sliding), ("full", full)) if kind in types]
+    if backend == "local" or min(widths, default=WIDEST_HEAD + 1) <= WIDEST_HEAD:
+        return None
+    return Fault(f"its attention has heads up to {WIDEST_HEAD}, and no layer has such", "set --attention-backend local", OUR_ATTENTION)
+
+
+@check("attention_backend", "context_parallel_size")
+def engine_attends_on_one_rank(backend: str, cp: int) -> Fault | None:
+    if backend == "local" or cp == 1:
+        return None
+    return Fault("it is for ranks that have whole sequences",
+                 "set --attention-backend local; --context-parallel-impl transformer_engine has the package attend over several",
+                 OUR_ATTENTION)  # fmt: skip
+
+
+@check("attention_backend", "deterministic_mode")
+def engine_attends_in_no_fixed_order(backend: str, deterministic: bool) -> Fault | None:
+    if backend == "local" or not deterministic:
+        return None
+    return Fault("bit-equal repeats are our kernels' alone: for them cuDNN asks for room that grows with the square of the sequences",
+                 "set --attention-backend local", OUR_ATTENTION)  # fmt: skip
 
 
 @check("moe_grouped_gemm_backend", "moe_grouped_gemm")

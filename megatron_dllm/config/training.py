@@ -32,6 +32,20 @@ class TrainingConfig:
         "with --bf16). What it cannot do, or does no better, stays as it is; the log tells what computes each part, and why.",
         "local",
     )
+    attention_backend: Literal["local", "transformer_engine"] = flag(
+        "What computes attention in training: ours, in one launch for clean tokens and canvases of any lengths, or Transformer Engine's "
+        "(cuDNN), which has heads up to 256 and plans anew for other lengths; wider ones stay ours.",
+        "local",
+    )
+    rotary_backend: Literal["local", "transformer_engine"] = flag(
+        "What turns queries and keys by their positions: our kernel, which norms them too, or Transformer Engine's, after its norm.",
+        "local",
+    )
+    cross_entropy_fusion_impl: Literal["native", "te"] = flag(
+        "What computes the cross entropy of a chunk of logits, and its gradient: our kernel, which does the soft cap too, or Transformer "
+        "Engine's, for which the capped logits are held beside the others.",
+        "native",
+    )
     fp8_format: Literal["e4m3", "hybrid"] | None = flag(
         "Multiply the matrices of linear layers, and of experts under --moe-grouped-gemm-backend transformer_engine, in FP8: e4m3, or e5m2 "
         "for gradients (hybrid). Masters, weights, norms, router, embedding and losses stay as they are.",

@@ -1,6 +1,7 @@
 """A microbatch as the model reads it: device tensors, the one or two passes through the stack, and what is scored after each."""
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass
 from functools import partial
 
@@ -98,7 +99,7 @@ def to_device(value, device: torch.device):
 
 def microbatch_inputs(streams: Streams, config: ModelConfig, *, dtype: torch.dtype, uniform_null: bool = False,
                       leave_one_out: bool = False, second_loop: bool = False, drafts_apart: bool = False, mtp_scale: float = 0.1,
-                      scored_multiple: int = 1,
+                      scored_multiple: int = 1, packed: Set[str] = frozenset(),
                       device: torch.device = CPU,
                       split: SequenceSplit = SequenceSplit(),  # noqa: B008 (immutable)
                       context_split: ContextSplit = ContextSplit()) -> MicrobatchInputs:  # noqa: B008 (immutable)
@@ -108,6 +109,7 @@ def microbatch_inputs(streams: Streams, config: ModelConfig, *, dtype: torch.dty
     `second_loop`: there is one even if nothing here takes it, because a rank that shares our experts has one.
     `drafts_apart`: drafts are made beforehand (see DraftInputs). Clean tokens go forward twice; all has its backward at once.
     `scored_multiple`: each pass's scored tokens are filled up to a multiple, by some that weigh nothing.
+    `packed`: the layer types whose attention Transformer Engine computes.
     """
     shared = SharedMicrobatch.of(streams.visibility, context_split)
     clean, canvas = streams.clean.select(shared.own_clean), streams.canvas.select(shared.own_canvas)
@@ -119,7 +121,7 @@ def microbatch_inputs(streams: Streams, config: ModelConfig, *, dtype: torch.dty
     canvas_words, draft = None if words is None else words.canvas, None
     if drafts_apart and kept is not None:
         assert context_split.size == split.size == 1, "drafts are made beforehand where each rank has all tokens of its rows"
-        draft, kept = _draft_inputs(streams, kept["full"], config, **place), None
+        draft, kept = _draft_inputs(streams, kept["full"], config, packed=packed, **place), None
         canvas_words = None if words is None else np.where(again, words.second, words.canvas)
         again = np.zeros_like(again)
     drafts = np.concatenate([np.zeros(len(clean), bool), again])
@@ -134,7 +136,7 @@ def microbatch_inputs(streams: Streams, config: ModelConfig, *, dtype: torch.dty
         routed=_routed(np.concatenate([kinds, np.where(again, DRAFT, CANVAS)]), streams, num_live=num_live, **place),
         runs=first_runs(streams.visibility, None if kept is None else streams.self_conditioned) if linear else None,
         draws=None if words is None else np.concatenate([words.clean[shared.own_clean], canvas_words[shared.own_canvas]]),
-        num_live=num_live)
+        num_live=num_live, packed=packed)
     first_scored = score([(clean, np.zeros(len(clean), np.int64), None), (canvas, canvas_group, bonus)], ~drafts)
     second_pass = second_scored = None
     if kept is not None:
@@ -143,17 +145,18 @@ def microbatch_inputs(streams: Streams, config: ModelConfig, *, dtype: torch.dty
             num_clean=0, shards=shared.second_pass(kept, streams.self_conditioned), device=device, split=split,
             routed=_routed(np.full(int(again.sum()), CANVAS), streams, **place),
             runs=second_runs(streams.visibility, streams.self_conditioned) if linear else None,
-            draws=None if words is None else words.second[shared.own_canvas][again])
+            draws=None if words is None else words.second[shared.own_canvas][again], packed=packed)
         second_scored = score([(canvas.select(again), canvas_group[again], bonus[again])], np.ones(int(again.sum()), bool))
     return MicrobatchInputs(
         clean=StreamInputs(_tensor(clean.tokens, device)), canvas=StreamInputs(_tensor(canvas.tokens, device)), uniform_null=uniform_null,
         first_pass=first_pass, first_scored=first_scored, draft_rows=_tensor(np.flatnonzero(drafts), device),
         second_tokens=_tensor(canvas.tokens[again], device), second_pass=second_pass, second_scored=second_scored,
-        further=_further(streams, config, mtp_scale, context_split=context_split, split=split, **place) if config.mtp_num_layers else None,
-        draft=draft)
+        further=_further(streams, config, mtp_scale, context_split=context_split, split=split, packed=packed, **place)
+        if config.mtp_num_layers else None, draft=draft)
 
 
-def _draft_inputs(streams: Streams, seen: np.ndarray, config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> DraftInputs:
+def _draft_inputs(streams: Streams, seen: np.ndarray, config: ModelConfig, *, packed: Set[str], device: torch.device,
+                  dtype: torch.dtype) -> DraftInputs:
     """The drafts of a microbatch after the clean tokens `seen` (int64, rising), of each document its first ones."""
     clean, again, words = streams.clean.select(seen), streams.self_conditioned, streams.dropout
     canvas = streams.canvas.select(again)
@@ -165,13 +168,13 @@ def _draft_inputs(streams: Streams, seen: np.ndarray, config: ModelConfig, *, de
         config, dict.fromkeys(LAYER_TYPES, visibility), np.concatenate([clean.positions, canvas.positions]), num_clean=len(clean),
         device=device, routed=RoutedTokens.of(_tensor(stream, device), streams.num_routed, dtype, is_draft=True),
         runs=first_runs(visibility, None) if "linear" in config.layer_types else None,
-        draws=None if words is None else np.concatenate([words.clean[seen], words.canvas[again]]))
+        draws=None if words is None else np.concatenate([words.clean[seen], words.canvas[again]]), packed=packed)
     return DraftInputs(_tensor(np.concatenate([clean.tokens, canvas.tokens]), device), draft_pass,
                        None if again.all() else _tensor(np.flatnonzero(again), device))
 
 
 def _further(streams: Streams, config: ModelConfig, scale: float, *, context_split: ContextSplit, split: SequenceSplit,
-             device: torch.device, dtype: torch.dtype) -> FurtherInputs:
+             packed: Set[str], device: torch.device, dtype: torch.dtype) -> FurtherInputs:
     """Depth d reads token i + d + 1 and predicts what that one predicts, with its weight: the same targets and denominators."""
     count, depths = len(streams.clean), config.mtp_num_layers
     nothing = np.zeros(0, np.int64)
@@ -182,7 +185,7 @@ def _further(streams: Streams, config: ModelConfig, scale: float, *, context_spl
     everywhere, group = np.ones(len(own), bool), np.full(len(own), MTP_GROUP)
     return FurtherInputs(
         token_pass(config, dict.fromkeys(LAYER_TYPES, clean), streams.clean.positions[own], num_clean=len(own), device=device,
-                   shards=shared.first_pass(), split=split),
+                   shards=shared.first_pass(), split=split, packed=packed),
         tuple(_tensor(stream.tokens, device) for stream in follows),
         tuple(_scored([(stream, group, None)], everywhere, device=device, dtype=dtype) for stream in follows))
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,6 +17,19 @@ from megatron_dllm.parallel.context import Group
 
 from .shared_gradient import GradientSum, SharedWeight, scale_and_round
 from .vocabulary import VocabularyRange, at_least_fp32, check_tokens, product, token_chunks
+
+HIDDEN = -1e30  # the logit of a row of fill: finite, as a rank may have no other
+
+
+class LogitLoss(Protocol):
+    """Cross entropy of logits at hand, in place of ours."""
+
+    def __call__(self, logits: Tensor, targets: Tensor, weights: Tensor, tp: Group, *,
+                 wants_gradient: bool) -> tuple[Tensor, Tensor | None]:
+        """fp32 [n], and with `wants_gradient` the gradient [n, v] of sum(weights * it), for which it may use the room of the logits.
+
+        Each rank of `tp` has as many of them, fp32 [n, v], in the order of the ranks. targets int64 [n], over all; weights fp32 [n].
+        """
 
 
 @dataclass(frozen=True)
@@ -45,6 +60,7 @@ def linear_cross_entropy(
     chunk_bytes: int | None = None,
     sum_hidden_grad: bool = True,
     shared: SharedWeight | None = None,
+    logit_loss: LogitLoss | None = None,
 ) -> CrossEntropy:
     """Weighted cross entropy of softcap * tanh(hidden @ W.T / softcap), logits and softmax in fp32 at least.
 
@@ -58,7 +74,7 @@ def linear_cross_entropy(
     comes from `gather_sequence`, whose reduce-scatter does the sum. The gradients are computed in forward, a chunk at a
     time, unless they are off; saved: theirs, [T, H] in hidden's dtype and [v, H] in fp32 at least. `chunk_bytes` bounds
     a chunk's logits [n, v], of which up to three are live at once. With `shared`, the weight with a gradient sum, the weight's
-    gradient goes there in forward, and is not saved.
+    gradient goes there in forward, and is not saved. `logit_loss` computes the loss of a chunk's logits (None: ours).
     """
     assert hidden.dim() == 2 and targets.shape == token_weights.shape == hidden.shape[:1], (
         f"hidden {tuple(hidden.shape)}, targets {tuple(targets.shape)}, token_weights {tuple(token_weights.shape)}"
@@ -70,7 +86,7 @@ def linear_cross_entropy(
         check_tokens(observed, vocab_size, "observed token")
     if sum_hidden_grad:
         hidden = sum_grad_over(hidden, tp)
-    head = _Head(softcap, tp, VocabularyRange.of(weight, vocab_size, tp), chunk_bytes)
+    head = _Head(softcap, tp, VocabularyRange.of(weight, vocab_size, tp), chunk_bytes, logit_loss)
     # Inside forward gradients are off and needs_input_grad speaks of the inputs alone.
     wants = tuple(torch.is_grad_enabled() and x.requires_grad for x in (hidden, weight if shared is None else shared.ticket))
     ticket, gradient = (None, None) if shared is None else (shared.ticket, shared.gradient)
@@ -84,11 +100,13 @@ class _Head:
     tp: Group
     own: VocabularyRange
     chunk_bytes: int | None
+    logit_loss: LogitLoss | None = None
 
 
 @dataclass(frozen=True)
 class _Chunk:
-    """What is known of n tokens: `product` [n, v] = hidden @ W.T, and per token the constants that the loss is made of."""
+    """What is known of n tokens: `product` [n, v] = hidden @ W.T, and per token the constants that the loss is made of. For a LogitLoss v
+    counts the rows of fill too."""
 
     product: Tensor
     targets: Tensor
@@ -99,22 +117,28 @@ class _Chunk:
 
 @dataclass(frozen=True)
 class _Scores:
-    """Over all of the vocabulary, by token: the largest logit, the sum of exp(logit - largest), the cross entropy, whether it is won."""
+    """Over all of the vocabulary, by token: the cross entropy, whether it is won, the largest logit, the sum of exp(logit - largest); the
+    last two are for our own gradient."""
 
-    largest: Tensor
-    sum_exp: Tensor
     per_token: Tensor
     correct: Tensor
+    largest: Tensor | None = None
+    sum_exp: Tensor | None = None
 
     @classmethod
     def of(cls, own: Tensor, tp: Group) -> _Scores:
         """From this rank's [parts, 4, n], parts of the vocabulary with the lowest tokens first, by one exchange: of each part the largest
         logit, the sum of exp(logit - largest), the logit at the target or 0, and whether the first of the largest is at the target."""
         largest, total, at_target, best = communication.all_gather(own, tp).unbind(1)
-        overall, winner = largest.max(0)  # the first of equal parts, which has the lower tokens
+        overall, correct = _won(largest, best)
         sum_exp = (total * (largest - overall).exp()).sum(0)
-        correct = best.gather(0, winner.unsqueeze(0)).squeeze(0) > 0
-        return cls(overall, sum_exp, sum_exp.log() + overall - at_target.sum(0), correct)
+        return cls(sum_exp.log() + overall - at_target.sum(0), correct, overall, sum_exp)
+
+
+def _won(largest: Tensor, best: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest logit [n] of all parts, and whether it is at the target; both given as [parts, n], see `_Scores.of`."""
+    overall, winner = largest.max(0)  # the first of equal parts, which has the lower tokens
+    return overall, best.gather(0, winner.unsqueeze(0)).squeeze(0) > 0
 
 
 def _score_in_torch(chunk: _Chunk, head: _Head, gradient_dtype: torch.dtype | None) -> tuple[_Scores, Tensor | None]:
@@ -166,6 +190,27 @@ def _score_by_kernel(chunk: _Chunk, head: _Head, gradient_dtype: torch.dtype | N
     return scores, kernel.logit_gradient(chunk.product, *constants, head.softcap, observed, chunk.bonus, gradient_dtype)
 
 
+def _score_by_loss(chunk: _Chunk, head: _Head, gradient_dtype: torch.dtype | None, *, loss: LogitLoss) -> tuple[_Scores, Tensor | None]:
+    """The same by a loss of logits, which are held beside `product`: that becomes the factor of the soft cap in their gradient."""
+    capped = chunk.product if head.softcap is None else chunk.product.div_(head.softcap).tanh_()
+    logits = capped if head.softcap is None else capped * head.softcap
+    logits[:, head.own.size:] = HIDDEN
+    rows, ours = head.own.locate(chunk.targets)
+    if chunk.observed is not None:
+        seen, seen_here = head.own.locate(chunk.observed)
+        logits.scatter_add_(1, seen.unsqueeze(1), (chunk.bonus.to(logits.dtype) * seen_here).unsqueeze(1))
+    largest, at = logits.max(1)
+    best = ((at == rows) & ours).to(logits.dtype)
+    _, correct = _won(*communication.all_gather(torch.stack([largest, best]).unsqueeze(0), head.tp).unbind(1))
+    per_token, grad = loss(logits, chunk.targets, chunk.token_weights, head.tp, wants_gradient=gradient_dtype is not None)
+    scores = _Scores(per_token, correct)
+    if grad is None or not head.own.size:
+        return scores, None
+    if head.softcap is not None:
+        grad.mul_(capped.square_().neg_().add_(1))
+    return scores, grad[:, :head.own.size].to(gradient_dtype)
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, targets, token_weights, observed, bonus, head, wants, ticket, gradient):
@@ -176,10 +221,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         correct = hidden.new_empty(hidden.shape[0], dtype=torch.bool)
         dhidden = torch.zeros_like(hidden) if wants_hidden else None
         weight_sum = GradientSum() if gradient is None else gradient
-        score = _score_by_kernel if takes(hidden, weight) else _score_in_torch
+        score, rows = _score_by_kernel if takes(hidden, weight) else _score_in_torch, own_rows
+        if head.logit_loss is not None:
+            score, rows = partial(_score_by_loss, loss=head.logit_loss), weight
         gradient_dtype = weight.dtype if wants_hidden or wants_weight else None
         for part in token_chunks(hidden.shape[0], weight, head.chunk_bytes):
-            chunk = _Chunk(product(hidden[part], own_rows.t()), targets[part], token_weights[part].to(dtype),
+            chunk = _Chunk(product(hidden[part], rows.t()), targets[part], token_weights[part].to(dtype),
                            *(None if x is None else x[part] for x in (observed, bonus)))
             scores, grad = score(chunk, head, gradient_dtype)
             per_token[part], correct[part] = scores.per_token, scores.correct

@@ -10,6 +10,7 @@ from megatron_dllm.parallel.collectives import scatter_sum_sequence, sum_over
 from megatron_dllm.parallel.context import ParallelContext
 from megatron_dllm.parallel.placement import place
 
+from .cross_entropy import LogitLoss
 from .initialization import Init, make_parameter
 from .shared_gradient import SharedWeight
 from .vocabulary import VocabularyRange, check_tokens
@@ -21,6 +22,8 @@ class VocabularyParallelEmbedding(nn.Module):
     tokens  [T]             int64, equal on every rank
     weight  [ceil(V/R), H]  our rows of W; rows past V are zero, are read by nobody and get no gradient
     result  [T, H]          equal on every rank; with sequence parallelism [T/R, H], our piece of the tokens
+
+    The output layer has the same weight: `logit_loss` is what computes the loss of its logits (None: ours).
     """
 
     def __init__(self, name: str, shape: tuple[int, int], *, context: ParallelContext, init: Init, dtype: torch.dtype):
@@ -28,6 +31,7 @@ class VocabularyParallelEmbedding(nn.Module):
         self.tp = context.tp
         self.sequence_parallel = context.sequence_parallel
         self.vocab_size = shape[0]
+        self.logit_loss: LogitLoss | None = None
         placement = place(shape, context, cut={"tp": 0}, fill=True)
         self.weight = make_parameter(name, placement, init=init, dtype=dtype, device=context.device)
 

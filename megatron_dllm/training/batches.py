@@ -17,6 +17,7 @@ from ..diffusion.inputs import MicrobatchInputs, microbatch_inputs
 from ..diffusion.random import DrawKey, Stream
 from ..diffusion.streams import build_streams
 from ..parallel import ParallelContext
+from ..transformer.packed_attention import packed_types
 from ..transformer.token_pass import SequenceSplit
 from .draft_pass import drafts_apart
 
@@ -95,7 +96,7 @@ class BatchMaker:
             dtype=self.loss_dtype, mtp_scale=objective.mtp_loss_scaling_factor,
             uniform_null=objective.self_conditioning_null == "uniform",
             leave_one_out=objective.diffusion_loss in ("loo", "reweighted-loo"), split=SequenceSplit.of(self.context),
-            context_split=ContextSplit.of(self.context, self.run.parallel, objective, model),
+            context_split=ContextSplit.of(self.context, self.run.parallel, objective, model), packed=packed_types(training, model),
             second_loop=together and plan.second_loop(number),
             # An evaluation has no backward, which is what another order would spare work in.
             drafts_apart=self.stream is Stream.TRAIN and drafts_apart(self.run, plan, number, on_gpu=self.context.device.type == "cuda"))

@@ -14,6 +14,7 @@ from ..tensor_parallel.initialization import Init
 from .core_attention import AttentionPlan, attend
 from .key_cache import BlockPlan, KeyCache
 from .norms import RMSNorm, rms_norm
+from .packed_attention import PackedPlan
 from .recompute import Recompute
 from .rotary import RotaryTable, norm_and_rotate_pair, norm_heads
 from .rows import take_distinct
@@ -62,8 +63,10 @@ class SelfAttention(nn.Module):
             return norm_heads(query, key, value, *weights, table, self.eps)
         return *self.turn(query, key, *weights, table, self.eps), rms_norm(value, None, self.eps)
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan | ShardedPlan) -> Tensor:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan | ShardedPlan | PackedPlan) -> Tensor:
         """[T, h, d]; generation has whole sequences also where training shares them."""
+        if isinstance(plan, PackedPlan):
+            return plan.attend(query, key, value)
         return plan.attend(query, key, value, self.cp) if isinstance(plan, ShardedPlan) else attend(query, key, value, plan)
 
     def _project(self, x: Tensor, draws: TokenDraws | None) -> tuple[Tensor, Tensor, Tensor]:

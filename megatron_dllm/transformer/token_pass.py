@@ -1,7 +1,7 @@
 """One trip of tokens through the stack: what attention and rotary need to know of them, made once and read by every layer."""
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +16,7 @@ from ..tensor_parallel.dropout import TokenDraws
 from .core_attention import AttentionPlan, attention_plan
 from .gated_delta_plan import GatedDeltaPlan, Runs, gated_delta_plan, tokens_by_rank
 from .key_cache import BlockPlan
+from .packed_attention import PackedPlan, packed_plan
 from .rotary import RotaryTable, inverse_frequencies, rotary_table
 from .visibility import Visibility
 
@@ -29,7 +30,7 @@ class LayerPass:
     """
 
     rotary: RotaryTable
-    attention: AttentionPlan | ShardedPlan | BlockPlan
+    attention: AttentionPlan | ShardedPlan | PackedPlan | BlockPlan
     kept: Tensor | None
     draws: TokenDraws | None = None
 
@@ -111,7 +112,7 @@ def token_pass(config: ModelConfig, visibility: Mapping[str, Visibility], positi
                kept: Mapping[str, np.ndarray] | None = None, key_order: Mapping[str, np.ndarray] | None = None,
                shards: Mapping[str, Shards] | None = None, split: SequenceSplit = SequenceSplit(),  # noqa: B008 (immutable)
                routed: RoutedTokens | None = None, runs: Runs | None = None, draws: np.ndarray | None = None,
-               num_live: int | None = None) -> TokenPass:
+               num_live: int | None = None, packed: Set[str] = frozenset()) -> TokenPass:
     """The pass of tokens at `positions` [T], of which the first `num_clean` are clean.
 
     visibility  by layer type (the types may hold different contexts), without the window, which sliding layers add
@@ -121,15 +122,18 @@ def token_pass(config: ModelConfig, visibility: Mapping[str, Visibility], positi
     runs        what linear layers need, if the model has any
     draws       int64 [T], a word of each token for dropout
     num_live    of our tokens only so many, the first ones, may get a gradient that is not zero (None: all)
+    packed      the layer types whose attention Transformer Engine computes; without shards
     """
     token_draws = None if draws is None and num_live is None else _token_draws(draws, num_live, split, device)
     filled = np.pad(positions, (0, -len(positions) % split.size))
     where = torch.from_numpy(filled).to(device)
     layers = {}
     for kind in LAYER_TYPES:
-        window = config.window_size if kind == "sliding" else None
-        if shards is None:
-            plan = attention_plan(visibility[kind], window, device, None if key_order is None else key_order[kind], num_live=num_live)
+        window, order = config.window_size if kind == "sliding" else None, None if key_order is None else key_order[kind]
+        if kind in packed:
+            plan = packed_plan(visibility[kind], window, device, order)
+        elif shards is None:
+            plan = attention_plan(visibility[kind], window, device, order, num_live=num_live)
         else:
             plan = sharded_plan(visibility[kind], window, shards[kind], device)
         layers[kind] = LayerPass(

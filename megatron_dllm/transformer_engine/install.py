@@ -4,13 +4,16 @@ from __future__ import annotations
 from torch import nn
 
 from ..moe.experts import Experts
-from ..tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from ..tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabularyParallelEmbedding
+from ..transformer.attention import SelfAttention
 from ..transformer.gated_delta_net import GatedDeltaNet
 from ..transformer.norms import RMSNorm
+from .cross_entropy import engine_cross_entropy
 from .engine import Engine
 from .experts import grouped_product
 from .linear import EngineLinear
 from .norms import engine_rms_norm
+from .rotary import EngineRotary
 
 
 def install(model: nn.Module, engine: Engine) -> None:
@@ -26,6 +29,10 @@ def install(model: nn.Module, engine: Engine) -> None:
             shapes = [(weight[0].numel() // weight.shape[-1], weight.shape[-1]) for weight in (module.gate_up, module.down)]
             module.product = grouped_product(engine, len(module.down), shapes, module.down.device)
             module.by_kernels = False
+        elif isinstance(module, SelfAttention) and engine.rotary:
+            module.turn = EngineRotary(norm)
+        elif isinstance(module, VocabularyParallelEmbedding) and engine.cross_entropy:
+            module.logit_loss = engine_cross_entropy(engine)
 
 
 def _outside(model: nn.Module, kind: type[nn.Module]) -> list[nn.Module]:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from ..config import RunConfig
 from ..context_parallel.layout import by_package
+from ..transformer.packed_attention import WIDEST_HEAD, packed_types
 
 ENGINE, OURS = "Transformer Engine", "ours"
-WIDEST_HEAD = 256  # of the package's attention on sm_90
 
 
 @dataclass(frozen=True)
@@ -33,14 +33,13 @@ def choices(run: RunConfig) -> tuple[Choice, ...]:
         Choice("linear layers (q, k, v, o, gate_up, down)", ENGINE, f"{fp8}; collectives, weights and gradient buffers stay ours"),
         _experts(run, fp8),
         Choice("norms that stand alone", ENGINE, "bf16"),
-        Choice("norms beside a residual, a rotary or the router", OURS,
+        Choice("norms beside a residual or the router", OURS,
                "one kernel with what follows or precedes; alone they would read and write every row again"),
-        Choice("rotary", OURS,
-               "in one kernel with the norm of queries and keys; of full layers only the first pairs of the whole head turn"),
+        _rotary(run),
         *_attention(run),
         Choice("router", OURS, "fp32 always"),
-        Choice("embedding, output layer and cross entropy", OURS,
-               "chunks of logits; the package's cross entropy wants all of them at once"),
+        Choice("embedding and output layer", OURS, "the package has no product that gives logits by chunks, in fp32"),
+        _cross_entropy(run),
     ]
     if run.model.linear_layers:
         rows.append(Choice("gated delta nets", OURS, "their six projections go through one product, whose smallest have a row a head"))
@@ -53,8 +52,20 @@ def _experts(run: RunConfig, precision: str) -> Choice:
     return Choice("experts", OURS, "bf16; --moe-grouped-gemm-backend transformer_engine changes that")
 
 
+def _rotary(run: RunConfig) -> Choice:
+    if run.training.rotary_backend == "transformer_engine":
+        return Choice("rotary", ENGINE, "after its norm of queries and keys; on full layers it gets angles of zero where no pair turns")
+    return Choice("rotary", OURS, "in one kernel with the norm of queries and keys; --rotary-backend transformer_engine changes that")
+
+
+def _cross_entropy(run: RunConfig) -> Choice:
+    if run.training.cross_entropy_fusion_impl == "te":
+        return Choice("cross entropy", ENGINE, "of the same chunks; soft cap and accuracy beside it are torch's")
+    return Choice("cross entropy", OURS, "one kernel with the soft cap; --cross-entropy-fusion-impl te changes that")
+
+
 def _attention(run: RunConfig) -> Iterator[Choice]:
-    model, shared = run.model, by_package(run.parallel, run.model)
+    model, shared, packed = run.model, by_package(run.parallel, run.model), packed_types(run.training, run.model)
     how = {"sliding": run.parallel.cp_comm_type_sliding, "full": run.parallel.cp_comm_type}
     for kind in dict.fromkeys(model.layer_types):
         if kind == "linear":
@@ -64,9 +75,13 @@ def _attention(run: RunConfig) -> Iterator[Choice]:
             why = f"keys of clean tokens by {how[kind]}, those of canvases by p2p with a bias"
             yield Choice(f"attention, {kind}, head {size}", ENGINE, why)
             continue
+        if kind in packed:
+            yield Choice(f"attention, {kind}, head {size}", ENGINE, "one document or canvas after the other, without a mask; cuDNN "
+                         "plans anew for other lengths")
+            continue
         if size > WIDEST_HEAD:
             why = f"the package has no heads wider than {WIDEST_HEAD}"
         else:
-            why = ("one launch for clean tokens and canvases of any lengths; a canvas would be a dense bias to the package, and cuDNN "
-                   "plans 140 to 300 ms for every new shape")
+            why = ("one launch for clean tokens and canvases of any lengths, for which cuDNN plans anew; "
+                   "--attention-backend transformer_engine changes that")
         yield Choice(f"attention, {kind}, head {size}", OURS, why)

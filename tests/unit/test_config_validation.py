@@ -18,6 +18,7 @@ LINEAR = ("linear",) * 5 + ("full",)
 GRAPHS = {"cuda_graph_impl": "local", "bf16": True}
 ENGINE = {"transformer_impl": "transformer_engine", "bf16": True}
 ENGINE_EXPERTS = ENGINE | {"moe_grouped_gemm_backend": "transformer_engine"}
+ENGINE_ATTENTION = ENGINE | {"attention_backend": "transformer_engine"}
 PACKAGE = {"context_parallel_impl": "transformer_engine", "context_parallel_size": 2, "bf16": True, "cp_comm_type_sliding": "all_gather"}
 WSD = {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 60}
 GOOD = parse(["--preset", "toy", "--train-iters", "100", "--data-path", "data.jsonl", "--global-batch-size", "24"])
@@ -99,6 +100,9 @@ CASES: list[tuple[str, dict, int, str]] = [
     ("engine_computes_in_bf16", ENGINE | {"bf16": False}, 1, "used for bf16 alone: float32 and float64 are the oracle's; set --bf16, or"),
     ("engine_runs_on_cuda", ENGINE | {"device": "cpu"}, 1, "its kernels run on CUDA devices; set --device cuda, or --transformer-impl"),
     ("engine_is_not_recorded", ENGINE | {"cuda_graph_impl": "local"}, 1, "set --cuda-graph-impl none, or --transformer-impl local"),
+    ("engine_attends_in_some_layers", ENGINE_ATTENTION | {"kv_channels": 512, "global_kv_channels": 512}, 1, "up to 256, and no layer has"),
+    ("engine_attends_on_one_rank", ENGINE_ATTENTION | {"context_parallel_size": 2}, 2, "--context-parallel-impl transformer_engine has"),
+    ("engine_attends_in_no_fixed_order", ENGINE_ATTENTION | {"deterministic_mode": True}, 1, "for them cuDNN asks for room that grows"),
     ("engine_groups_experts", ENGINE_EXPERTS | {"moe_grouped_gemm": False}, 1, "there is a loop over experts; set --moe-grouped-gemm, or"),
     ("engine_reads_numbers_of_rows", ENGINE_EXPERTS | {"moe_max_tokens_per_rank": 9}, 1, "leave --moe-max-tokens-per-rank out, or set"),
     ("fp8_takes_linear_widths", ENGINE | {"fp8_format": "hybrid", "ffn_hidden_size": 48, "tensor_model_parallel_size": 2}, 2,

@@ -248,4 +248,5 @@ class DiffusionGemma(nn.Module):
         return linear_cross_entropy(
             hidden, self.embedding.weight, softcap=self.config.final_logit_softcapping, tp=self.context.tp,
             # What comes from a gathered sequence is summed by the gather's backward.
-            vocab_size=self.config.vocab_size, sum_hidden_grad=not self.context.sequence_parallel, **scored)
+            vocab_size=self.config.vocab_size, sum_hidden_grad=not self.context.sequence_parallel,
+            logit_loss=self.embedding.logit_loss, **scored)
