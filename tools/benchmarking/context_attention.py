@@ -36,24 +36,29 @@ class Part:
 
 def attention_rows(run: RunConfig, impls: Sequence[str], source: ExampleSource, order: Order, context: ParallelContext) -> Iterator[str]:
     """A line for each layer type, way and part, as soon as it is measured; every rank calls it."""
-    wide = run.model
-    narrow = dataclasses.replace(wide, global_kv_channels=wide.kv_channels)
+    narrow = dataclasses.replace(run.model, global_kv_channels=run.model.kv_channels)
     yield f"{'layer':<18} {'queries':<8} {'whose':<18} {'ms':>9} {'MiB sent':>9}"
-    for config, impl, kinds in (*((narrow, impl, ("sliding", "full")) for impl in impls), (wide, "local", ("full",))):
-        parallel = dataclasses.replace(
-            run.parallel, context_parallel_impl=impl, cp_comm_type_sliding="halo" if impl == "local" else "all_gather")
-        chosen = dataclasses.replace(run, model=config, parallel=parallel)
-        microbatch = next(BatchMaker(chosen, source, order, Stream.TRAIN, context).batch([0], 0).microbatches())
-        for kind in kinds:
-            plan = to_device(microbatch.first_pass.layers[kind].attention, context.device)
-            for part in parts_of(plan, config, kind):
-                head = f"{kind + ', ' + str(config.head_dim(part.layer)):<18} {part.name:<8} {IMPLS[impl]:<18}"
-                try:
-                    ms, sent = measure_part(part, config, run, context)
-                except (RuntimeError, ValueError, AssertionError) as error:
-                    yield f"{head} FAILED {type(error).__name__}: {str(error)[:300]}"
-                else:
-                    yield f"{head} {ms:9.2f} {sent / 2**20:9.2f}"
+    for kind in ("full", "sliding"):
+        for impl in impls:
+            yield from layer_rows(dataclasses.replace(run, model=narrow), kind, impl, source, order, context)
+    yield from layer_rows(run, "full", "local", source, order, context)
+
+
+def layer_rows(run: RunConfig, kind: str, impl: str, source: ExampleSource, order: Order, context: ParallelContext) -> Iterator[str]:
+    """Those of a layer type, one way."""
+    parallel = dataclasses.replace(
+        run.parallel, context_parallel_impl=impl, cp_comm_type_sliding="halo" if impl == "local" else "all_gather")
+    maker = BatchMaker(dataclasses.replace(run, parallel=parallel), source, order, Stream.TRAIN, context)
+    microbatch = next(maker.batch([0], 0).microbatches())
+    plan = to_device(microbatch.first_pass.layers[kind].attention, context.device)
+    for part in parts_of(plan, run.model, kind):
+        head = f"{kind + ', ' + str(run.model.head_dim(part.layer)):<18} {part.name:<8} {IMPLS[impl]:<18}"
+        try:
+            ms, sent = measure_part(part, run, context)
+        except (RuntimeError, ValueError, AssertionError) as error:
+            yield f"{head} FAILED {type(error).__name__}: {str(error)[:300]}"
+        else:
+            yield f"{head} {ms:9.2f} {sent / 2**20:9.2f}"
 
 
 def parts_of(plan: ShardedPlan, config: ModelConfig, kind: str) -> tuple[Part, Part]:
@@ -63,9 +68,9 @@ def parts_of(plan: ShardedPlan, config: ModelConfig, kind: str) -> tuple[Part, P
             Part("canvas", plan.replicated, plan.num_replicated, plan.num_keys, layer))
 
 
-def measure_part(part: Part, config: ModelConfig, run: RunConfig, context: ParallelContext) -> tuple[float, int]:
+def measure_part(part: Part, run: RunConfig, context: ParallelContext) -> tuple[float, int]:
     """(milliseconds of forward and backward, bytes that this rank sends in them)."""
-    dtype = torch.bfloat16 if run.training.bf16 else torch.float32
+    config, dtype = run.model, torch.bfloat16 if run.training.bf16 else torch.float32
     generator = torch.Generator(context.device).manual_seed(context.cp.rank)
 
     def random(rows: int, heads: int) -> Tensor:
