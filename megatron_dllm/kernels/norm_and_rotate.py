@@ -11,7 +11,7 @@ from .rms_norm import sum_partials
 
 
 @triton.jit
-def _places(first, num_rows, token_stride, head_stride, HEADS: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr,
+def places(first, num_rows, token_stride, head_stride, HEADS: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr,
             COLUMNS: tl.constexpr):
     """Of the rows (token, head) from `first` on: (row, where their strided and contiguous halves start, their angles, the mask)."""
     row, column = first + tl.arange(0, ROWS), tl.arange(0, COLUMNS)[None, :]
@@ -22,23 +22,23 @@ def _places(first, num_rows, token_stride, head_stride, HEADS: tl.constexpr, HAL
 
 
 @triton.jit
-def _load(pointer, at, inside):
+def load(pointer, at, inside):
     return tl.load(pointer + at, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _forward(x, weight, cos, sin, y, inverse_root, num_rows, eps, token_stride, head_stride, HEADS: tl.constexpr, HALF: tl.constexpr,
              ROWS: tl.constexpr, COLUMNS: tl.constexpr, HAS_WEIGHT: tl.constexpr):
-    row, strided, dense, angle, inside = _places(tl.program_id(0) * ROWS, num_rows, token_stride, head_stride, HEADS, HALF, ROWS, COLUMNS)
-    low, high = _load(x, strided, inside), _load(x, strided + HALF, inside)
+    row, strided, dense, angle, inside = places(tl.program_id(0) * ROWS, num_rows, token_stride, head_stride, HEADS, HALF, ROWS, COLUMNS)
+    low, high = load(x, strided, inside), load(x, strided + HALF, inside)
     root = tl.rsqrt(tl.sum(low * low + high * high, 1) / (2 * HALF) + eps)
     tl.store(inverse_root + row, root, mask=row < num_rows)
     low, high = low * root[:, None], high * root[:, None]
     if HAS_WEIGHT:
         column = tl.arange(0, COLUMNS)
-        low *= _load(weight, column, column < HALF)[None, :]
-        high *= _load(weight, column + HALF, column < HALF)[None, :]
-    c, s = _load(cos, angle, inside), _load(sin, angle, inside)
+        low *= load(weight, column, column < HALF)[None, :]
+        high *= load(weight, column + HALF, column < HALF)[None, :]
+    c, s = load(cos, angle, inside), load(sin, angle, inside)
     tl.store(y + dense, (low * c - high * s).to(y.dtype.element_ty), mask=inside)
     tl.store(y + dense + HALF, (high * c + low * s).to(y.dtype.element_ty), mask=inside)
 
@@ -48,16 +48,16 @@ def _backward(x, weight, cos, sin, inverse_root, dy, dx, partial, num_rows, num_
               HALF: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HAS_WEIGHT: tl.constexpr, WANTS_WEIGHT: tl.constexpr):
     column = tl.arange(0, COLUMNS)
     if HAS_WEIGHT:
-        weight_low = _load(weight, column, column < HALF)[None, :]
-        weight_high = _load(weight, column + HALF, column < HALF)[None, :]
+        weight_low = load(weight, column, column < HALF)[None, :]
+        weight_high = load(weight, column + HALF, column < HALF)[None, :]
     dweight_low, dweight_high = tl.zeros((ROWS, COLUMNS), tl.float32), tl.zeros((ROWS, COLUMNS), tl.float32)
     number = tl.program_id(0)
     while number < num_tiles:
-        row, strided, dense, angle, inside = _places(number * ROWS, num_rows, token_stride, head_stride, HEADS, HALF, ROWS, COLUMNS)
+        row, strided, dense, angle, inside = places(number * ROWS, num_rows, token_stride, head_stride, HEADS, HALF, ROWS, COLUMNS)
         root = tl.load(inverse_root + row, mask=row < num_rows, other=0.0)[:, None]
-        low, high = _load(x, strided, inside) * root, _load(x, strided + HALF, inside) * root
-        dy_low, dy_high = _load(dy, dense, inside), _load(dy, dense + HALF, inside)
-        c, s = _load(cos, angle, inside), _load(sin, angle, inside)
+        low, high = load(x, strided, inside) * root, load(x, strided + HALF, inside) * root
+        dy_low, dy_high = load(dy, dense, inside), load(dy, dense + HALF, inside)
+        c, s = load(cos, angle, inside), load(sin, angle, inside)
         grad_low, grad_high = dy_low * c + dy_high * s, dy_high * c - dy_low * s  # turned back
         if WANTS_WEIGHT:
             dweight_low += grad_low * low

@@ -59,7 +59,8 @@ class SelfAttention(nn.Module):
     def _normed(self, query: Tensor, key: Tensor, value: Tensor, table: RotaryTable) -> tuple[Tensor, Tensor, Tensor]:
         """All three normed, queries and keys turned."""
         weights = self.q_norm.weight, self.k_norm.weight
-        if self.turn is norm_and_rotate_pair and not takes(query):
+        # Our kernel for all of them gives the weights no gradient.
+        if self.turn is norm_and_rotate_pair and not (takes(query) and any(weight.requires_grad for weight in weights)):
             return norm_heads(query, key, value, *weights, table, self.eps)
         return *self.turn(query, key, *weights, table, self.eps), rms_norm(value, None, self.eps)
 

@@ -67,8 +67,15 @@ def norm_and_rotate_pair(query: Tensor, key: Tensor, query_weight: Tensor | None
 
 def norm_heads(query: Tensor, key: Tensor, value: Tensor, query_weight: Tensor, key_weight: Tensor, table: RotaryTable,
                eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries [T, h, d] and keys [T, g, d] normed and turned, values [T, g, d] normed without a weight, in plain torch: all heads in one
-    function, of a dozen operations each way, since on a CPU it is their number that takes the time."""
+    """Queries [T, h, d] and keys [T, g, d] normed and turned, values [T, g, d] normed without a weight, which may be the raw keys.
+
+    All heads in one function: one kernel each way on CUDA, for weights without gradient; elsewhere a dozen operations in plain torch.
+    """
+    if takes(query, key, value, query_weight, key_weight, table.cos):
+        from ..kernels import norm_heads as kernel  # Triton is there with CUDA alone
+
+        return kernel.norm_heads(query, key, None if value is key else value, query_weight, key_weight, table.cos[:, 0], table.sin[:, 0],
+                                 eps)
     return _NormHeads.apply(query, key, value, query_weight, key_weight, table.cos, table.sin, eps)
 
 

@@ -1,0 +1,139 @@
+"""Attention's operands in one pass each way: queries and keys normed and turned, values normed without a weight, for frozen weights.
+
+Where there are no values of their own, these are the raw keys, normed. With trained weights: norm_and_rotate and rms_norm.
+
+Legend: T tokens, h query heads, g key and value heads, d head dimension.
+"""
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .launch import TILE, next_power_of_2
+from .norm_and_rotate import load, places
+
+
+@triton.jit
+def _forward_of(x, weight, cos, sin, turned, plain, inverse_root, tile, num_tokens, eps, token_stride, head_stride, HEADS: tl.constexpr,
+                HALF: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """A tile of (token, head) rows: `turned` gets them normed, weighted and turned, `plain` normed alone; either may be None."""
+    row, strided, dense, angle, inside = places(tile * ROWS, num_tokens * HEADS, token_stride, head_stride, HEADS, HALF, ROWS, COLUMNS)
+    low, high = load(x, strided, inside), load(x, strided + HALF, inside)
+    root = tl.rsqrt(tl.sum(low * low + high * high, 1) / (2 * HALF) + eps)
+    tl.store(inverse_root + row, root, mask=row < num_tokens * HEADS)
+    low, high = low * root[:, None], high * root[:, None]
+    if plain is not None:
+        tl.store(plain + dense, low.to(plain.dtype.element_ty), mask=inside)
+        tl.store(plain + dense + HALF, high.to(plain.dtype.element_ty), mask=inside)
+    if turned is not None:
+        column = tl.arange(0, COLUMNS)
+        low *= load(weight, column, column < HALF)[None, :]
+        high *= load(weight, column + HALF, column < HALF)[None, :]
+        c, s = load(cos, angle, inside), load(sin, angle, inside)
+        tl.store(turned + dense, (low * c - high * s).to(turned.dtype.element_ty), mask=inside)
+        tl.store(turned + dense + HALF, (high * c + low * s).to(turned.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _forward(query, key, value, query_weight, key_weight, cos, sin, out_query, out_key, out_value, roots, num_tokens, eps, query_stride,
+             query_head_stride, key_stride, key_head_stride, value_stride, value_head_stride, HEADS: tl.constexpr, GROUPS: tl.constexpr,
+             HALF: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """roots fp32, a number a head: of all queries, then of keys, then of values if there are any."""
+    tile, of_query, of_key = tl.program_id(0), tl.cdiv(num_tokens * HEADS, ROWS), tl.cdiv(num_tokens * GROUPS, ROWS)
+    if tile < of_query:
+        _forward_of(query, query_weight, cos, sin, out_query, None, roots, tile, num_tokens, eps, query_stride, query_head_stride, HEADS,
+                    HALF, ROWS, COLUMNS)
+    elif tile < of_query + of_key:
+        _forward_of(key, key_weight, cos, sin, out_key, out_value if value is None else None, roots + num_tokens * HEADS, tile - of_query,
+                    num_tokens, eps, key_stride, key_head_stride, GROUPS, HALF, ROWS, COLUMNS)
+    elif value is not None:
+        _forward_of(value, None, None, None, None, out_value, roots + num_tokens * (HEADS + GROUPS), tile - of_query - of_key, num_tokens,
+                    eps, value_stride, value_head_stride, GROUPS, HALF, ROWS, COLUMNS)
+
+
+@triton.jit
+def _backward_of(x, weight, cos, sin, inverse_root, dturned, dplain, dx, tile, num_tokens, token_stride, head_stride, HEADS: tl.constexpr,
+                 HALF: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    row, strided, dense, angle, inside = places(tile * ROWS, num_tokens * HEADS, token_stride, head_stride, HEADS, HALF, ROWS, COLUMNS)
+    root = tl.load(inverse_root + row, mask=row < num_tokens * HEADS, other=0.0)[:, None]
+    low, high = load(x, strided, inside) * root, load(x, strided + HALF, inside) * root
+    grad_low, grad_high = tl.zeros((ROWS, COLUMNS), tl.float32), tl.zeros((ROWS, COLUMNS), tl.float32)
+    if dturned is not None:
+        column = tl.arange(0, COLUMNS)
+        dy_low, dy_high = load(dturned, dense, inside), load(dturned, dense + HALF, inside)
+        c, s = load(cos, angle, inside), load(sin, angle, inside)
+        grad_low = (dy_low * c + dy_high * s) * load(weight, column, column < HALF)[None, :]
+        grad_high = (dy_high * c - dy_low * s) * load(weight, column + HALF, column < HALF)[None, :]
+    if dplain is not None:
+        grad_low += load(dplain, dense, inside)
+        grad_high += load(dplain, dense + HALF, inside)
+    projection = tl.sum(grad_low * low + grad_high * high, 1)[:, None] / (2 * HALF)
+    tl.store(dx + dense, ((grad_low - low * projection) * root).to(dx.dtype.element_ty), mask=inside)
+    tl.store(dx + dense + HALF, ((grad_high - high * projection) * root).to(dx.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _backward(query, key, value, query_weight, key_weight, cos, sin, roots, dout_query, dout_key, dout_value, dquery, dkey, dvalue,
+              num_tokens, query_stride, query_head_stride, key_stride, key_head_stride, value_stride, value_head_stride,
+              HEADS: tl.constexpr, GROUPS: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    tile, of_query, of_key = tl.program_id(0), tl.cdiv(num_tokens * HEADS, ROWS), tl.cdiv(num_tokens * GROUPS, ROWS)
+    if tile < of_query:
+        _backward_of(query, query_weight, cos, sin, roots, dout_query, None, dquery, tile, num_tokens, query_stride, query_head_stride,
+                     HEADS, HALF, ROWS, COLUMNS)
+    elif tile < of_query + of_key:
+        _backward_of(key, key_weight, cos, sin, roots + num_tokens * HEADS, dout_key, dout_value if value is None else None, dkey,
+                     tile - of_query, num_tokens, key_stride, key_head_stride, GROUPS, HALF, ROWS, COLUMNS)
+    elif value is not None:
+        _backward_of(value, None, None, None, roots + num_tokens * (HEADS + GROUPS), None, dout_value, dvalue, tile - of_query - of_key,
+                     num_tokens, value_stride, value_head_stride, GROUPS, HALF, ROWS, COLUMNS)
+
+
+def _launch(query: Tensor, key: Tensor, value: Tensor | None) -> tuple[tuple[int], list[int], dict[str, int]]:
+    """Programs, strides, and what a kernel is compiled for."""
+    num_tokens, heads, head_dim = query.shape
+    groups, half = key.shape[1], head_dim // 2
+    columns = next_power_of_2(half)
+    rows = max(1, TILE // (2 * columns))
+    tiles = sum(triton.cdiv(num_tokens * count, rows) for count in (heads, groups, 0 if value is None else groups))
+    strides = [stride for x in (query, key, key if value is None else value) for stride in x.stride()[:2]]
+    return (tiles,), strides, {"HEADS": heads, "GROUPS": groups, "HALF": half, "ROWS": rows, "COLUMNS": columns, "num_warps": 8}
+
+
+class _NormHeads(torch.autograd.Function):
+    """Saved: the inputs as given, the angles, and the inverse roots, fp32, a number a head."""
+
+    @staticmethod
+    def forward(ctx, query: Tensor, key: Tensor, value: Tensor | None, query_weight: Tensor, key_weight: Tensor, cos: Tensor, sin: Tensor,
+                eps: float) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value = (x if x is None or x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+        outs = tuple(x.new_empty(x.shape) for x in (query, key, key))
+        num_heads = query.shape[1] + key.shape[1] * (1 if value is None else 2)
+        roots = torch.empty(len(query) * num_heads, dtype=torch.float32, device=query.device)
+        programs, strides, shape = _launch(query, key, value)
+        if len(query):
+            _forward[programs](query, key, value, query_weight, key_weight, cos, sin, *outs, roots, len(query), eps, *strides, **shape)
+        ctx.save_for_backward(query, key, value, query_weight, key_weight, cos, sin, roots)
+        return outs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *douts: Tensor):
+        query, key, value, *others = ctx.saved_tensors
+        gradients = [None if x is None else x.new_empty(x.shape) for x in (query, key, value)]
+        programs, strides, shape = _launch(query, key, value)
+        if len(query):
+            _backward[programs](query, key, value, *others, *(dout.contiguous() for dout in douts), *gradients, len(query), *strides,
+                                **shape)
+        return *gradients, *[None] * 5
+
+
+def norm_heads(query: Tensor, key: Tensor, value: Tensor | None, query_weight: Tensor, key_weight: Tensor, cos: Tensor, sin: Tensor,
+               eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """rms_norm of every head of query [T, h, d], key and value [T, g, d], the first two weighted and their pairs (i, i + d/2) turned by the
+    angles of cos, sin fp32 [T, d/2]; value None: the normed raw keys. Inputs may be strided; the weights get no gradient."""
+    assert query.shape[-1] % 2 == 0 and cos.shape == sin.shape == (len(query), query.shape[-1] // 2), \
+        f"{tuple(query.shape)}, angles {tuple(cos.shape)}"
+    return _NormHeads.apply(query, key, value, query_weight, key_weight, cos.contiguous(), sin.contiguous(), eps)

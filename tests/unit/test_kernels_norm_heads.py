@@ -1,0 +1,67 @@
+"""kernels.norm_heads against the three norms apart, in float64."""
+import pytest
+import torch
+
+from megatron_dllm.kernels import reference
+from megatron_dllm.transformer import norms, rotary
+from tests.unit.kernel_cases import DEVICES, check, draw, need_kernels, outputs_and_gradients
+
+EPS = 1e-3
+SHAPES = [(17, 3, 1, 16), (5, 4, 2, 512), (1, 16, 8, 256), (67, 2, 2, 20), (0, 2, 1, 32)]  # tokens, heads, groups, head dimension
+
+
+def arguments(shape, dtype, device, has_value=True):
+    num_tokens, heads, groups, head_dim = shape
+    angles = torch.rand(num_tokens, head_dim // 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 6
+    query, key, value = (draw(num_tokens, count, head_dim, dtype=dtype, device=device) for count in (heads, groups, groups))
+    weights = [(draw(head_dim, dtype=dtype, device=device, grad=False) + add) for add in (1, 2)]
+    value = (value * 0.7).detach().requires_grad_()
+    dy = draw(num_tokens, (heads + 2 * groups) * head_dim, dtype=dtype, device=device, grad=False).flip(0)
+    return [angles.cos().float().to(device), angles.sin().float().to(device), *weights, query, key, *[value] * has_value], dy
+
+
+def joined(function):
+    """[T, all outputs] of what takes query, key, value or None, both weights, cos, sin and eps."""
+    def run(cos, sin, query_weight, key_weight, query, key, value=None):
+        return torch.cat([out.flatten(1) for out in function(query, key, value, query_weight, key_weight, cos, sin, EPS)], 1)
+
+    return run
+
+
+def apart(norm):
+    def turned(x, weight, cos, sin, eps):
+        return rotary.rotate(norm(x, weight, eps), rotary.RotaryTable(cos[:, None], sin[:, None]))
+
+    return joined(lambda query, key, value, query_weight, key_weight, cos, sin, eps: (
+        turned(query, query_weight, cos, sin, eps), turned(key, key_weight, cos, sin, eps),
+        norm(key if value is None else value, None, eps)))
+
+
+@DEVICES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("has_value", [True, False], ids=["values", "raw keys"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_norm_heads(shape, has_value, dtype, device):
+    need_kernels(device)
+    from megatron_dllm.kernels.norm_heads import norm_heads
+
+    # In bf16 the raw keys' two gradients are rounded before they are added up where each norm is by itself.
+    check(joined(norm_heads), apart(reference.rms_norm), apart(norms._RMSNorm.apply), *arguments(shape, dtype, device, has_value), units=8)
+
+
+@DEVICES
+def test_parts_of_a_fused_projection_and_repeats(device):
+    need_kernels(device)
+    from megatron_dllm.kernels.norm_heads import norm_heads
+
+    (cos, sin, query_weight, key_weight, query, key, value), dy = arguments((6, 3, 1, 16), torch.bfloat16, device)
+    tables = [cos, sin, query_weight, key_weight]
+    first, again = (outputs_and_gradients(joined(norm_heads), [*tables, query, key, value], dy) for _ in range(2))
+
+    def split(cos, sin, query_weight, key_weight, fused):
+        return joined(norm_heads)(cos, sin, query_weight, key_weight, *fused.unflatten(1, (-1, 16)).split([3, 1, 1], 1))
+
+    fused = torch.cat([query, key, value], 1).flatten(1).detach().requires_grad_()
+    y, dfused = outputs_and_gradients(split, [*tables, fused], dy)
+    assert all(torch.equal(*pair) for pair in zip(first, again, strict=True))
+    assert torch.equal(y, first[0]) and torch.equal(dfused, torch.cat(first[1:], 1).flatten(1))
