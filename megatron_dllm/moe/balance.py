@@ -4,6 +4,7 @@ Legend: T tokens of this rank, k choices, E experts, S = 3 streams: 0 clean, 1 d
 """
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,10 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from ..config import MoEConfig
+from ..kernels.tally import ENTROPY_UNITS, Tally
 from ..parallel import ParallelContext, communication
 from .permute import count_values
 
 STREAMS = ("clean", "draft", "canvas")
+PAGE_LAYERS, MOST_PASSES = 32, 16
 CLEAN, DRAFT, CANVAS, FILL = range(4)  # fill: in no figure and no loss
 
 
@@ -46,6 +49,10 @@ class RoutedTokens:
         of_stream = stream[:, None] == torch.arange(len(STREAMS), device=stream.device)
         totals = torch.nn.functional.pad(share.sum()[None], (2, 0))
         return cls(stream, share, of_stream.to(share.dtype), of_stream.sum(0), totals, num_live, is_draft)
+
+    def with_losses(self, losses: Tensor | None) -> Tensor:
+        """[3]: load and z loss [2], if there are any, and the tokens' shares, as RoutingFigures has them."""
+        return self.totals if losses is None else torch.cat([losses.detach(), self.totals[2:].to(losses.dtype)])
 
     def map(self, function: Callable[[Tensor], Tensor]) -> RoutedTokens:
         """The tokens that the function takes out of a value a token [T]."""
@@ -80,15 +87,15 @@ class BalanceLosses:
             counts = communication.all_reduce(counts, group)
         return counts.to(tokens.share.dtype) / counts.sum().clamp(min=1)
 
-    def __call__(self, logits: Tensor, probabilities: Tensor, tokens: RoutedTokens, fractions: Tensor | None) -> Tensor | None:
-        """[2]: our tokens' part of the load loss and of the z loss; None where neither is used."""
+    def __call__(self, logits: Tensor | None, probabilities: Tensor, tokens: RoutedTokens, fractions: Tensor | None) -> Tensor | None:
+        """[2]: our tokens' part of the load loss and of the z loss, for which alone logits are needed; None where neither is used."""
         if not self.is_used:
             return None
-        share = tokens.share.to(logits.dtype)
+        share = tokens.share.to(probabilities.dtype)
         load = probabilities.new_zeros(())
         if fractions is not None:
             load = self.aux_coeff * self.num_experts * (share @ (probabilities @ fractions.to(probabilities.dtype)))
-        z = logits.new_zeros(())
+        z = probabilities.new_zeros(())
         if self.z_coeff > 0:
             z = self.z_coeff * (share @ logits.logsumexp(-1).square())
         return torch.stack([load, z])
@@ -161,12 +168,60 @@ class RoutingFigures:
         num_experts, num_streams = probabilities.shape[1], len(STREAMS)
         load = count_values(torch.add(indices, tokens.stream[:, None], alpha=num_experts), (num_streams + 1) * num_experts)[:-num_experts]
         entropy = tokens.one_hot.to(probabilities.dtype).T @ torch.special.entr(probabilities)
-        return cls(load.view(num_streams, num_experts), tokens.num_tokens, entropy.sum(1),
-                   tokens.totals if losses is None else torch.cat([losses.detach(), tokens.totals[2:].to(losses.dtype)]))
+        return cls(load.view(num_streams, num_experts), tokens.num_tokens, entropy.sum(1), tokens.with_losses(losses))
 
     def __add__(self, other: RoutingFigures) -> RoutingFigures:
         return RoutingFigures(self.load + other.load, self.num_tokens + other.num_tokens, self.entropy + other.entropy,
                               self.losses + other.losses)
+
+
+class _Page:
+    """What kernels count of some layers, zeros at first: load int64 [L, S, E] and entropy int64 [L, S], in one buffer."""
+
+    def __init__(self, num_experts: int, device: torch.device):
+        shape, self.layers = (PAGE_LAYERS, len(STREAMS), num_experts), []
+        buffer = torch.zeros(math.prod(shape) + math.prod(shape[:2]), dtype=torch.int64, device=device)
+        load, entropy = buffer.split([math.prod(shape), math.prod(shape[:2])])
+        self.load, self.entropy = load.view(shape), entropy.view(shape[:2])
+        self.passes: list[_Passes] = []
+
+    def add(self, layer: str) -> None:
+        """Give a layer its place."""
+        self.layers.append(layer)
+        self.passes.append(_Passes())
+
+    def figures(self) -> dict[str, RoutingFigures]:
+        """By layer."""
+        entropy, sums = self.entropy.double() / ENTROPY_UNITS, {}
+        return {layer: RoutingFigures(self.load[place], *self.passes[place].sums(sums, entropy[place]))
+                for place, layer in enumerate(self.layers)}
+
+
+class _Passes:
+    """What the host knows of passes that were counted: num_tokens [S] and losses [3] of each, as RoutingFigures has them."""
+
+    def __init__(self):
+        self.noted: list[tuple[Tensor, Tensor]] = []
+
+    def note(self, num_tokens: Tensor, losses: Tensor) -> None:
+        """Add a pass; every now and then they are added up, so that a long run does not hold them all."""
+        self.noted.append((num_tokens, losses))
+        if len(self.noted) > MOST_PASSES:
+            self.noted = [self._summed()]
+
+    def sums(self, known: dict[tuple[int, ...], tuple[Tensor, Tensor]], entropy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(num_tokens, entropy, losses); layers that had the same passes share what is `known`."""
+        key = tuple(id(tensor) for both in self.noted for tensor in both)
+        if key not in known:
+            known[key] = self._summed()
+        num_tokens, losses = known[key]
+        return num_tokens, entropy, losses
+
+    def _summed(self) -> tuple[Tensor, Tensor]:
+        first, *others = self.noted
+        for num_tokens, losses in others:
+            first = first[0] + num_tokens, first[1] + losses
+        return first
 
 
 @dataclass
@@ -174,6 +229,7 @@ class RoutingMonitor:
     """Adds up every layer's figures, on the device, until they are asked for. Safe to use from several threads."""
 
     _by_layer: dict[str, RoutingFigures] = field(default_factory=dict)
+    _pages: list[_Page] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def note(self, layer: str, figures: RoutingFigures) -> None:
@@ -181,10 +237,35 @@ class RoutingMonitor:
         with self._lock:
             self._by_layer[layer] = self._by_layer[layer] + figures if layer in self._by_layer else figures
 
+    def tally(self, layer: str, tokens: RoutedTokens, num_experts: int) -> Tally:
+        """What the router's kernel is to add a pass to, which `note_tallied` then completes."""
+        with self._lock:
+            page, place = self._place(layer, num_experts, tokens.stream.device)
+        return Tally(tokens.stream, page.load[place], page.entropy[place])
+
+    def note_tallied(self, layer: str, tokens: RoutedTokens, losses: Tensor | None) -> None:
+        """Add what the kernel does not know of a pass."""
+        with self._lock:
+            page = next(page for page in self._pages if layer in page.layers)
+            page.passes[page.layers.index(layer)].note(tokens.num_tokens, tokens.with_losses(losses))
+
+    def _place(self, layer: str, num_experts: int, device: torch.device) -> tuple[_Page, int]:
+        for page in self._pages:
+            if layer in page.layers:
+                return page, page.layers.index(layer)
+        if not self._pages or len(self._pages[-1].layers) == PAGE_LAYERS:
+            self._pages.append(_Page(num_experts, device))
+        self._pages[-1].add(layer)
+        return self._pages[-1], len(self._pages[-1].layers) - 1
+
     def drain(self) -> dict[str, RoutingFigures]:
         """Figures by layer since the last call, of this rank's tokens."""
         with self._lock:
             figures, self._by_layer = self._by_layer, {}
+            pages, self._pages = self._pages, []
+        for page in pages:
+            for layer, own in page.figures().items():
+                figures[layer] = figures[layer] + own if layer in figures else own
         return figures
 
 

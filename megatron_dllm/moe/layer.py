@@ -44,12 +44,12 @@ class MoELayer(nn.Module):
         tokens  what the tokens are, for balance losses and figures; without it there are none
         """
         record = call.recorded(self.name, len(x))
-        routing = self.router(scaled, None if record is None else record.indices)
+        routing, is_counted = self._route(scaled, None if record is None else record.indices, tokens, call)
         plan = self.dispatcher.prepare(routing.indices) if record is None else record.plan
         weights, fractions = routing.weights, None
         if tokens is not None:
             fractions = self.losses.fractions(routing.indices, tokens) if record is None else record.fractions
-            weights = self._balanced(routing, tokens, fractions, call)
+            weights = self._balanced(routing, tokens, fractions, call, is_counted=is_counted)
         # What is wholly without gradient is never recomputed.
         if not call.is_recompute and (x.requires_grad or weights.requires_grad or self.experts.is_trained):
             call.record(Record.of(self.name, routing.indices, plan, fractions))
@@ -58,6 +58,18 @@ class MoELayer(nn.Module):
         trip.dispatch(x)
         return trip
 
+    def _route(self, scaled: Tensor, indices: Tensor | None, tokens: RoutedTokens | None, call: Call) -> tuple[Routing, bool]:
+        """The routing, and whether its figures are counted already."""
+        needs_logits = self.losses is not None and self.losses.z_coeff > 0
+        tally = None
+        if self._is_noted(tokens, call) and not needs_logits and self.router.is_one_function(scaled):
+            tally = self.monitor.tally(self.name, tokens, len(self.router.weight))
+        return self.router(scaled, indices, needs_logits=needs_logits, tally=tally), tally is not None
+
+    def _is_noted(self, tokens: RoutedTokens | None, call: Call) -> bool:
+        """Whether the figures are: once, in the forward of training."""
+        return tokens is not None and (torch.is_grad_enabled() or tokens.is_draft) and not call.is_recompute
+
     def _live(self, indices: Tensor, tokens: RoutedTokens | None) -> LiveRows | None:
         """Which rows have a gradient, where that spares the experts' kernels work: all experts are here."""
         num_live, num_experts = None if tokens is None else tokens.num_live, len(self.router.weight)
@@ -65,11 +77,14 @@ class MoELayer(nn.Module):
             return None
         return LiveRows(num_live, count_values(indices[:num_live], num_experts))
 
-    def _balanced(self, routing: Routing, tokens: RoutedTokens, fractions: Tensor | None, call: Call) -> Tensor:
-        """The routing's weights with the balance losses tied to them; figures are noted once, in the forward."""
+    def _balanced(self, routing: Routing, tokens: RoutedTokens, fractions: Tensor | None, call: Call, *, is_counted: bool) -> Tensor:
+        """The routing's weights with the balance losses tied to them; figures are noted."""
         losses = self.losses(routing.logits, routing.probabilities, tokens, fractions)
-        if (torch.is_grad_enabled() or tokens.is_draft) and not call.is_recompute:
-            self.monitor.note(self.name, RoutingFigures.of(routing.probabilities, routing.indices, tokens, losses))
+        if self._is_noted(tokens, call):
+            if is_counted:
+                self.monitor.note_tallied(self.name, tokens, losses)
+            else:
+                self.monitor.note(self.name, RoutingFigures.of(routing.probabilities, routing.indices, tokens, losses))
             if self.router.bias is not None:
                 self.router.bias.note(routing.indices, tokens)
         return with_loss(routing.weights, losses) if self.losses.is_used and routing.weights.requires_grad else routing.weights

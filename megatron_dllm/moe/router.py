@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..config import ModelConfig
 from ..kernels.launch import takes
+from ..kernels.tally import Tally
 from ..parallel import ParallelContext, place
 from ..tensor_parallel.initialization import Constant, Init, make_parameter
 from ..tensor_parallel.linear import unadapted
@@ -19,12 +20,13 @@ from .balance import ExpertBias
 
 @dataclass(frozen=True)
 class Routing:
-    """indices int64 [T, k], by falling probability; weights [T, k], renormalised to 1, scaled by expert; probabilities, logits [T, E]."""
+    """indices int64 [T, k], by falling probability; weights [T, k], renormalised to 1, scaled by expert; probabilities, logits [T, E] (None
+    where nobody asked for them)."""
 
     indices: Tensor
     weights: Tensor
     probabilities: Tensor
-    logits: Tensor
+    logits: Tensor | None
 
 
 class Router(nn.Module):
@@ -58,10 +60,21 @@ class Router(nn.Module):
         """The routing of the residual x [T, H]."""
         return self(self.scaled(x))
 
-    def forward(self, scaled: Tensor, indices: Tensor | None = None) -> Routing:
+    def is_one_function(self, scaled: Tensor) -> bool:
+        """Whether kernels take what `scaled` gives all the way, so that they can count (see Tally), unless somebody needs the logits."""
+        return self.adapter is unadapted and scaled.dtype == torch.float32 and takes(scaled, self.weight, self.per_expert_scale)
+
+    def forward(self, scaled: Tensor, indices: Tensor | None = None, *, needs_logits: bool = True, tally: Tally | None = None) -> Routing:
         """The routing of what `scaled` gives; with `indices` [T, k], which a recompute has from its forward, the weights at these."""
-        logits = self.adapter(F.linear(scaled, at_least_fp32(self.weight)), scaled)
         bias = None if self.bias is None else self.bias.value
+        if not needs_logits and self.is_one_function(scaled):
+            from ..kernels import router as kernel  # Triton is there with CUDA alone
+
+            weights, indices, probabilities = kernel.route_tokens(
+                scaled, self.weight, self.per_expert_scale, bias, self.topk, indices, tally)
+            return Routing(indices, weights, probabilities, None)
+        assert tally is None, "only kernels count, and only where nobody needs the logits"
+        logits = self.adapter(F.linear(scaled, at_least_fp32(self.weight)), scaled)
         weights, indices, probabilities = route(logits, self.per_expert_scale, bias, self.topk, indices)
         return Routing(indices, weights, probabilities, logits)
 

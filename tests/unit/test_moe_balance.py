@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from megatron_dllm.config import PRESETS, MoEConfig
+from megatron_dllm.moe import balance
+from megatron_dllm.moe import router as router_module
 from megatron_dllm.moe.balance import CANVAS, CLEAN, DRAFT, BalanceLosses, ExpertBias, RoutedTokens, RoutingMonitor, balance_metrics
 from megatron_dllm.moe.dispatchers.build import build_dispatcher
 from megatron_dllm.moe.layer import MoELayer
@@ -15,6 +17,7 @@ from megatron_dllm.moe.router import Router
 from megatron_dllm.parallel import ParallelContext
 from megatron_dllm.tensor_parallel import Initializer
 from megatron_dllm.transformer.recompute import Recompute
+from tests.unit.kernel_cases import DEVICES, need_kernels
 
 CONFIG = dataclasses.replace(PRESETS["toy"], hidden_size=6, moe_ffn_hidden_size=4, num_experts=5, moe_router_topk=2)
 STREAM = torch.tensor([CLEAN, CLEAN, DRAFT, CANVAS, DRAFT, CANVAS, CANVAS])
@@ -131,3 +134,54 @@ def test_router_chooses_by_the_bias_and_weighs_without_it():
     chosen = plain.probabilities.gather(1, routing.indices)
     assert torch.allclose(routing.weights, chosen / chosen.sum(1, keepdim=True), rtol=1e-12)
     assert "bias.value" in router.state_dict() and "bias.load" not in router.state_dict()
+
+
+@DEVICES
+@pytest.mark.parametrize("aux", [0.0, 0.3])
+def test_what_kernels_count_is_what_torch_does(aux, device, monkeypatch):
+    """Of two passes, one of them of drafts, in more layers than one page has."""
+    need_kernels(device)
+    place = torch.device(device)
+    monkeypatch.setattr(balance, "PAGE_LAYERS", 1)
+    found = []
+    for by_kernel in (False, True):
+        if device == "cpu" or not by_kernel:
+            monkeypatch.setattr(router_module, "takes", lambda *x, by_kernel=by_kernel: by_kernel)
+        monitor = RoutingMonitor()
+        moe, context = MoEConfig(moe_aux_loss_coeff=aux), ParallelContext.single(place)
+        layers = [MoELayer(
+            f"layers.{n}", CONFIG, context=context, init=Initializer(7 + n, 0.5), dtype=torch.float32, monitor=monitor,
+            dispatcher=build_dispatcher(moe, context, CONFIG, torch.float32), losses=BalanceLosses(moe, context, CONFIG.num_experts))
+            for n in range(2)]
+        x = torch.randn(len(STREAM), 6, generator=torch.Generator().manual_seed(2)).to(place).requires_grad_()
+        tokens = RoutedTokens.of(STREAM.to(place), 10, torch.float32)
+        drafts = RoutedTokens.of(torch.full_like(STREAM, DRAFT).to(place), 10, torch.float32, is_draft=True)
+        for layer in layers:
+            y = layer(x, x, tokens=tokens)
+            with torch.no_grad():
+                layer(x, x, tokens=drafts)
+                layer(x, x, tokens=tokens)  # an evaluation
+        figures = monitor.drain()
+        assert monitor.drain() == {}
+        found.append((y, *torch.autograd.grad(y.sum(), x), figures))
+        monkeypatch.undo()
+        monkeypatch.setattr(balance, "PAGE_LAYERS", 1)
+    for ours, want in zip(found[1][:2], found[0][:2], strict=True):
+        torch.testing.assert_close(ours, want, rtol=1e-4, atol=1e-5)
+    for layer, want in found[0][2].items():
+        ours = found[1][2][layer]
+        assert torch.equal(ours.load, want.load) and torch.equal(ours.num_tokens, want.num_tokens)
+        assert torch.allclose(ours.entropy.float(), want.entropy, rtol=1e-5) and torch.allclose(ours.losses, want.losses, rtol=1e-5)
+    assert list(found[1][2]) == ["layers.0", "layers.1"]
+
+
+def test_passes_are_added_up_in_a_long_run(monkeypatch):
+    monkeypatch.setattr(balance, "MOST_PASSES", 2)
+    monitor, tokens = RoutingMonitor(), RoutedTokens.of(STREAM, 10, torch.float32)
+    for _ in range(7):
+        tally = monitor.tally("layers.0", tokens, 5)
+        tally.load[0, 1] += 1
+        monitor.note_tallied("layers.0", tokens, None)
+    figures = monitor.drain()["layers.0"]
+    assert figures.load[0, 1] == 7 and torch.equal(figures.num_tokens, 7 * tokens.num_tokens)
+    assert torch.allclose(figures.losses, 7 * tokens.totals)
