@@ -16,7 +16,8 @@ from tests.unit.fake_transformer_engine import install_fake
 FLAGS = ("--preset toy --num-layers 2 --layer-types sliding,full --vocab-size 9 --canvas-length 8 --data-source sudoku "
          "--sudoku-num-puzzles 40 --seq-length 34 --micro-batch-size 4 --global-batch-size 4 --log-interval 1 --bf16 --lr 3e-3 "
          "--train-iters 4").split()
-ENGINE = "--transformer-impl transformer_engine --moe-grouped-gemm-backend transformer_engine".split()
+ENGINE = ("--transformer-impl transformer_engine --moe-grouped-gemm-backend transformer_engine --attention-backend transformer_engine "
+          "--rotary-backend transformer_engine --cross-entropy-fusion-impl te").split()
 
 
 def train(folder: Path, device: torch.device, *flags: str) -> list[float]:
@@ -42,7 +43,7 @@ ORDERS = pytest.mark.parametrize(("first", "second"), [([], ENGINE), (ENGINE, []
 @pytest.mark.slow
 @ORDERS
 def test_with_a_stand_in(tmp_path, monkeypatch, first, second):
-    engine = Engine(install_fake(monkeypatch), grouped=True)
+    engine = Engine(install_fake(monkeypatch), grouped=True, rotary=True, cross_entropy=True)
     monkeypatch.setattr(build, "load_engine", lambda *_: engine)
     check(tmp_path, torch.device("cpu"), first, second)
 
