@@ -1,10 +1,10 @@
 """Where a layer's parts meet the residual stream: the norms before and after, in one function, which is one kernel on CUDA."""
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from ..kernels.launch import WIDEST_ROW, takes
+from . import residual_in_torch
 from .norms import rms_norm
 from .precision import at_least_fp32
 
@@ -21,14 +21,7 @@ def after_attention(x: Tensor, y: Tensor, weight: Tensor, readers: Readers, fact
         from ..kernels import residual as kernel  # Triton is there with CUDA alone
 
         return kernel.after_attention(x, y, weight, readers, factor, eps)
-    return after_attention_in_torch(x, y, weight, readers, factor, eps)
-
-
-def after_attention_in_torch(x: Tensor, y: Tensor, weight: Tensor, readers: Readers, factor: float,
-                             eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`after_attention` without kernels."""
-    h = x + rms_norm(y, weight, eps)
-    return h, *before_feed_forward_in_torch(h, readers, factor, eps)
+    return residual_in_torch.after_attention(x, y, weight, readers, factor, eps)
 
 
 def before_feed_forward(h: Tensor, readers: Readers, factor: float, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -58,14 +51,7 @@ def after_feed_forward(h: Tensor, a: Tensor, b: Tensor, weight_a: Tensor, weight
         from ..kernels import residual as kernel  # Triton is there with CUDA alone
 
         return kernel.after_feed_forward(h, a, b, weight_a, weight_b, weight, scalars, num_first, eps)
-    return after_feed_forward_in_torch(h, a, b, weight_a, weight_b, weight, scalars, num_first, eps)
-
-
-def after_feed_forward_in_torch(h: Tensor, a: Tensor, b: Tensor, weight_a: Tensor, weight_b: Tensor, weight: Tensor, scalars: Tensor,
-                                num_first: int, eps: float) -> Tensor:
-    """`after_feed_forward` without kernels."""
-    y = of_feed_forward_in_torch(a, b, weight_a, weight_b, weight, eps)
-    return (h + y) * torch.cat([scalars[:1].expand(num_first), scalars[1:].expand(len(h) - num_first)])[:, None]
+    return residual_in_torch.after_feed_forward(h, a, b, weight_a, weight_b, weight, scalars, num_first, eps)
 
 
 def of_feed_forward(a: Tensor, b: Tensor, weight_a: Tensor, weight_b: Tensor, weight: Tensor, eps: float) -> Tensor:

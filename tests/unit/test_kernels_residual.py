@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_dllm.kernels import reference
-from megatron_dllm.transformer import residual
+from megatron_dllm.transformer import residual, residual_in_torch
 from tests.unit.kernel_cases import DEVICES, check, draw, need_kernels, outputs_and_gradients
 
 SHAPES = [(1, 2816), (7, 96), (5, 7), (0, 32)]
@@ -45,7 +45,7 @@ def test_after_attention(shape, dtype, device):
     need_kernels(device)
     from megatron_dllm.kernels.residual import after_attention
 
-    functions = (after_attention, reference.after_attention, residual.after_attention_in_torch)
+    functions = (after_attention, reference.after_attention, residual_in_torch.after_attention)
     check(*map(attended, functions), *attended_arguments(shape, dtype, device), units=8)
 
 
@@ -56,7 +56,7 @@ def test_after_feed_forward(shape, dtype, device):
     need_kernels(device)
     from megatron_dllm.kernels.residual import after_feed_forward
 
-    functions = (after_feed_forward, reference.after_feed_forward, residual.after_feed_forward_in_torch)
+    functions = (after_feed_forward, reference.after_feed_forward, residual_in_torch.after_feed_forward)
     inputs, dy = fed_forward_arguments(shape, dtype, device)
     check(*(fed_forward(function, shape[0] // 3) for function in functions), inputs, dy, units=8)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_dllm.kernels import reference
 from megatron_dllm.kernels.launch import has_large_shared_memory
 from megatron_dllm.moe import experts, permute, router
-from megatron_dllm.transformer import hyper_connection, norms, residual, rotary
+from megatron_dllm.transformer import hyper_connection, norms, residual_in_torch, rotary
 from megatron_dllm.transformer.activations import gated_gelu
 from megatron_dllm.transformer.core_attention import attend, attend_dense, attention_plan
 from megatron_dllm.transformer.gated_delta_fla import FlaGatedDelta, check_fla
@@ -171,7 +171,7 @@ def row_trials(device: torch.device) -> Iterator[Trial]:
 
         return after_attention(kernel.after_attention)
 
-    yield from pair("residual and norms after attention", after_attention(residual.after_attention_in_torch), after_attention_kernel,
+    yield from pair("residual and norms after attention", after_attention(residual_in_torch.after_attention), after_attention_kernel,
                     after_attention(reference.after_attention), lambda dtype: rows(dtype, 2) + weights(dtype, 4), device, name=NORMS_APART)
     scalars = torch.tensor([0.75, 1.25], device=device)
 
@@ -183,7 +183,7 @@ def row_trials(device: torch.device) -> Iterator[Trial]:
 
         return after_feed_forward(kernel.after_feed_forward)
 
-    yield from pair("residual and norms after experts", after_feed_forward(residual.after_feed_forward_in_torch),
+    yield from pair("residual and norms after experts", after_feed_forward(residual_in_torch.after_feed_forward),
                     after_feed_forward_kernel, after_feed_forward(reference.after_feed_forward),
                     lambda dtype: rows(dtype, 3) + weights(dtype, 3), device, name=NORMS_APART)
 

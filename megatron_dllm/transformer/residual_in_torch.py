@@ -1,0 +1,84 @@
+"""transformer.residual's functions in plain torch, each with a backward of its own: at toy sizes on a CPU it is the number of operations,
+and of autograd's nodes, that takes the time."""
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .norms import gradient_of_normed, inverse_root
+from .precision import at_least_fp32
+
+
+def after_attention(x: Tensor, y: Tensor, weight: Tensor, readers: tuple[Tensor, Tensor, Tensor], factor: float,
+                    eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See residual.after_attention."""
+    return _AfterAttention.apply(x, y, weight, *readers, factor, eps)
+
+
+def after_feed_forward(h: Tensor, a: Tensor, b: Tensor, weight_a: Tensor, weight_b: Tensor, weight: Tensor, scalars: Tensor, num_first: int,
+                       eps: float) -> Tensor:
+    """See residual.after_feed_forward."""
+    return _AfterFeedForward.apply(h, a, b, weight_a, weight_b, weight, scalars, num_first, eps)
+
+
+def _normed(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(x * r, r) in at least fp32, r as of `inverse_root`."""
+    x = at_least_fp32(x)
+    root = inverse_root(x, eps)
+    return x * root, root
+
+
+def _of_weight(grad: Tensor, normed: Tensor, weight: Tensor, wanted: bool) -> Tensor | None:
+    """The gradient of `weight` from that of normed * weight, where it is wanted."""
+    return (grad * normed).sum(0).to(weight.dtype) if wanted else None
+
+
+class _AfterAttention(torch.autograd.Function):
+    """h = x + y * r(y) * weight, and h * r(h) * reader for each of three readers. Saved: y and h times their r, and r."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, y: Tensor, weight: Tensor, first: Tensor, second: Tensor, third: Tensor, factor: float, eps: float):
+        added, root = _normed(y, eps)
+        h = x + (added * weight).to(x.dtype)
+        normed, root_h = _normed(h, eps)
+        ctx.save_for_backward(added, root, normed, root_h, weight, first, second, third)
+        ctx.dtype, ctx.factor = x.dtype, factor
+        return h, (normed * first).to(x.dtype), (normed * second).to(x.dtype), (normed * third).mul_(factor)
+
+    @staticmethod
+    def backward(ctx, dh: Tensor, *grads: Tensor):
+        added, root, normed, root_h, weight, *readers = ctx.saved_tensors
+        total, of_readers = at_least_fp32(dh), [None] * 3
+        # In the order in which autograd adds them up where the readers are apart, so that a recompute of the MLP changes no bit.
+        for n in (0, 2, 1):
+            grad = at_least_fp32(grads[n]) if n < 2 else grads[n] * ctx.factor
+            of_readers[n] = _of_weight(grad, normed, readers[n], ctx.needs_input_grad[3 + n])
+            dh = gradient_of_normed(grad * readers[n], normed, root_h)
+            total = dh.add_(total) if n == 0 else total.add_(dh)
+        of_weight = _of_weight(total, added, weight, ctx.needs_input_grad[2])
+        dy = gradient_of_normed(total * weight, added, root).to(ctx.dtype)
+        return total.to(ctx.dtype), dy, of_weight, *of_readers, None, None
+
+
+class _AfterFeedForward(torch.autograd.Function):
+    """(h + s * r(s) * weight) * scale with s = a * r(a) * weight_a + b * r(b) * weight_b. Saved: a, b and s times their r, and r."""
+
+    @staticmethod
+    def forward(ctx, h: Tensor, a: Tensor, b: Tensor, weight_a: Tensor, weight_b: Tensor, weight: Tensor, scalars: Tensor, num_first: int,
+                eps: float) -> Tensor:
+        normed_a, root_a = _normed(a, eps)
+        normed_b, root_b = _normed(b, eps)
+        total, root = _normed(normed_a * weight_a + normed_b * weight_b, eps)
+        scale = torch.cat([scalars[:1].expand(num_first), scalars[1:].expand(len(h) - num_first)])[:, None]
+        ctx.save_for_backward(normed_a, root_a, normed_b, root_b, total, root, weight_a, weight_b, weight, scale)
+        return ((total * weight).add_(h) * scale).to(h.dtype)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        normed_a, root_a, normed_b, root_b, total, root, weight_a, weight_b, weight, scale = ctx.saved_tensors
+        wanted, dtype = ctx.needs_input_grad, grad.dtype
+        dh = at_least_fp32(grad) * scale
+        inner = gradient_of_normed(dh * weight, total, root)
+        return (dh.to(dtype), gradient_of_normed(inner * weight_a, normed_a, root_a).to(dtype),
+                gradient_of_normed(inner * weight_b, normed_b, root_b).to(dtype), _of_weight(inner, normed_a, weight_a, wanted[3]),
+                _of_weight(inner, normed_b, weight_b, wanted[4]), _of_weight(dh, total, weight, wanted[5]), None, None, None)
