@@ -67,14 +67,9 @@ def visibility() -> Visibility:
 def attention_trials(device: torch.device) -> Iterator[Trial]:
     """Work groups by SDPA in fp32, which the kernels leave to them, and the kernels in bf16; the dense mask is the oracle."""
     seen = visibility()
-    count = len(seen.canvas_id)
 
     def measure(dtype: torch.dtype, head_dim: int, window: int | None) -> tuple[float, float]:
-        shapes = (count, 4, head_dim), (count, 2, head_dim), (count, 2, head_dim)
-        query, key, value = (numbers(*shape, device=device, dtype=torch.float32, seed=n, grad=False) for n, shape in enumerate(shapes))
-        shrink = 1.5 / head_dim**0.25
-        inputs = [x.to(dtype).requires_grad_() for x in (query * shrink, key * shrink, value)]
-        plan = attention_plan(seen, window, device)
+        inputs, plan = attention_inputs(seen, head_dim, dtype, device), attention_plan(seen, window, device)
         return compared(lambda q, k, v: attend(q, k, v, plan), lambda q, k, v: attend_dense(q, k, v, seen.windowed(window)), inputs)
 
     absent = None if has_large_shared_memory(device) else NO_CUDA if device.type != "cuda" else NO_SHARED_MEMORY
@@ -82,6 +77,15 @@ def attention_trials(device: torch.device) -> Iterator[Trial]:
         role = f"attention, {kind}, head {head_dim}"
         yield Trial(role, "torch: work groups, SDPA", partial(measure, torch.float32, head_dim, window))
         yield Trial(role, "Triton kernels", partial(measure, torch.bfloat16, head_dim, window), absent)
+
+
+def attention_inputs(seen: Visibility, head_dim: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """Queries of four heads, keys and values of two; logits of a deviation of about 2."""
+    count = len(seen.canvas_id)
+    shapes = (count, 4, head_dim), (count, 2, head_dim), (count, 2, head_dim)
+    query, key, value = (numbers(*shape, device=device, dtype=torch.float32, seed=n, grad=False) for n, shape in enumerate(shapes))
+    shrink = 1.5 / head_dim**0.25
+    return [x.to(dtype).requires_grad_() for x in (query * shrink, key * shrink, value)]
 
 
 def gated_delta_trials(device: torch.device) -> Iterator[Trial]:
@@ -275,8 +279,8 @@ def stream_trials(device: torch.device) -> Iterator[Trial]:
     outputs = streams**2 + 2 * streams
 
     def chosen(x: Tensor, y: Tensor, *weights: Tensor) -> Tensor:
-        read, x, post, res = hyper_connection._Read.apply(x, *weights, streams, rounds, None, None)
-        return hyper_connection._Write.apply(x, y * read, post, res, None, None)
+        read, x, post, res = hyper_connection._Read.apply(x, *weights, streams, rounds, None, None, None, None)
+        return hyper_connection._Write.apply(x, y * read, hyper_connection.Mix(post, res, None), post, res, None, None)[0]
 
     def oracle(x: Tensor, y: Tensor, *weights: Tensor) -> Tensor:
         read, mapped = hyper_connection.read_in_torch(x, hyper_connection.Weights(*weights, streams, rounds))
