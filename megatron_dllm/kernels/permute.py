@@ -90,9 +90,9 @@ class _Sum(torch.autograd.Function):
     """The way back of `_Permute`. Nothing is kept but the places."""
 
     @staticmethod
-    def forward(ctx, rows: Tensor, row: Tensor) -> Tensor:
+    def forward(ctx, rows: Tensor, row: Tensor, num_live: int | None) -> Tensor:
         ctx.save_for_backward(row)
-        ctx.num_rows = len(rows)
+        ctx.num_rows, ctx.num_live = len(rows), num_live
         y = rows.new_empty(len(row), rows.shape[1])
         _launch(_gather, row, rows.shape[1], rows.contiguous(), None, row, y, len(rows), HAS_WEIGHTS=False)
         return y
@@ -101,8 +101,8 @@ class _Sum(torch.autograd.Function):
     def backward(ctx, dy: Tensor):
         row, = ctx.saved_tensors
         drows = dy.new_empty(ctx.num_rows, dy.shape[1])
-        _launch(_spread, row, dy.shape[1], dy.contiguous(), row, drows, ctx.num_rows)
-        return drows, None
+        _launch(_spread, row[:ctx.num_live], dy.shape[1], dy.contiguous(), row, drows, ctx.num_rows)
+        return drows, None, None
 
 
 class _Unpermute(torch.autograd.Function):
@@ -132,6 +132,9 @@ def permute(x: Tensor, row: Tensor, num_rows: int, num_live: int | None = None) 
     return _Permute.apply(x, row.contiguous(), num_rows, num_live)
 
 
-def unpermute(rows: Tensor, weights: Tensor | None, row: Tensor) -> Tensor:
-    """y [T, H] = sum over choices of weights[t, c] * rows[row[t, c]], without weights the plain sum, in fp32; H at most WIDEST_ROW."""
-    return _Sum.apply(rows, row.contiguous()) if weights is None else _Unpermute.apply(rows, weights, row.contiguous())
+def unpermute(rows: Tensor, weights: Tensor | None, row: Tensor, num_live: int | None = None) -> Tensor:
+    """y [T, H] = sum over choices of weights[t, c] * rows[row[t, c]], without weights the plain sum, in fp32; H at most WIDEST_ROW.
+
+    num_live: the gradient of a plain sum is written for the rows of the first tokens alone (None: all).
+    """
+    return _Sum.apply(rows, row.contiguous(), num_live) if weights is None else _Unpermute.apply(rows, weights, row.contiguous())

@@ -6,6 +6,7 @@ import torch
 from megatron_dllm.moe.permute import sort_by_expert, sort_by_local_expert
 from tests.unit.kernel_cases import DEVICES, need_kernels
 
+LAUNCHES = pytest.mark.parametrize("launches", [1, 3])
 CASES = pytest.mark.parametrize("num_tokens, choices, num_experts", [(0, 2, 3), (1, 1, 1), (17, 3, 5), (1025, 2, 17), (300, 8, 9)])
 
 
@@ -15,12 +16,19 @@ def drawn(num_tokens, choices, num_experts):
     return scores.argsort(1, descending=True)[:, :choices]
 
 
-@DEVICES
-@CASES
-def test_all_choices(num_tokens, choices, num_experts, device):
-    need_kernels(device)
-    from megatron_dllm.kernels.expert_order import expert_order
+def few_or_many(launches, monkeypatch):
+    from megatron_dllm.kernels import expert_order
 
+    monkeypatch.setattr(expert_order, "MOST_CHOICES", 2**20 if launches == 1 else 0)
+    return expert_order.expert_order
+
+
+@DEVICES
+@LAUNCHES
+@CASES
+def test_all_choices(num_tokens, choices, num_experts, launches, device, monkeypatch):
+    need_kernels(device)
+    expert_order = few_or_many(launches, monkeypatch)
     indices = drawn(num_tokens, min(choices, num_experts), num_experts)
     expected = sort_by_expert(indices, num_experts)
     for got, wanted in zip(expert_order(indices.to(device), num_experts), (expected.slot, expected.row, expected.counts), strict=True):
@@ -28,12 +36,12 @@ def test_all_choices(num_tokens, choices, num_experts, device):
 
 
 @DEVICES
+@LAUNCHES
 @CASES
 @pytest.mark.parametrize("room", ["exact", "some more", "all"])
-def test_choices_of_some_experts(num_tokens, choices, num_experts, room, device):
+def test_choices_of_some_experts(num_tokens, choices, num_experts, room, launches, device, monkeypatch):
     need_kernels(device)
-    from megatron_dllm.kernels.expert_order import expert_order
-
+    expert_order = few_or_many(launches, monkeypatch)
     local = drawn(num_tokens, min(choices, num_experts), num_experts) - num_experts // 3
     num_local = num_experts - 2 * (num_experts // 3)
     local = torch.where((local >= 0) & (local < num_local), local, -1)
@@ -44,3 +52,12 @@ def test_choices_of_some_experts(num_tokens, choices, num_experts, room, device)
     wider = torch.cat([local, local], 1).to(device)[:, :local.shape[1]]
     for got, wanted in zip(expert_order(wider, num_local, num_rows), (expected.slot, expected.row, expected.counts), strict=True):
         assert torch.equal(got.cpu(), wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [1280, 5120, 40000])
+def test_the_models_choices(num_tokens):
+    indices = drawn(num_tokens, 8, 128)
+    expected, got = sort_by_expert(indices, 128), sort_by_expert(indices.cuda(), 128)
+    assert torch.equal(got.slot.cpu(), expected.slot) and torch.equal(got.row.cpu(), expected.row)
+    assert torch.equal(got.counts.cpu(), expected.counts)

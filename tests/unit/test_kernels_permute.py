@@ -102,6 +102,12 @@ def test_unpermute_without_weights(num_tokens, choices, hidden, is_partial, devi
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
         unpermute(rows, None, row)
     assert not any(x.is_floating_point() for x in kept)
+    num_live = num_tokens // 2
+    live = permutation.slot < num_live * choices
+    wanted, = torch.autograd.grad(unpermute(rows, None, row), rows, dy)
+    dy[num_live:] = float("nan")
+    found, = torch.autograd.grad(unpermute(rows, None, row, num_live), rows, dy)
+    assert torch.equal(found[live], wanted[live])
 
 
 @pytest.mark.parametrize("is_partial", [False, True])

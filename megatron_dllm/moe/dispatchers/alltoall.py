@@ -98,4 +98,5 @@ class AllToAllTrip:
 
     def after_combine(self) -> Tensor:
         rows, = self.back.finish()
-        return unpermute(rows, self.weights, self.plan.permutation)
+        live = None if self.there_are_others or self.weights is not None else self.live
+        return unpermute(rows, self.weights, self.plan.permutation, live and live.num_tokens)
