@@ -179,7 +179,7 @@ def test_the_stack_is_the_blocks(is_clean, few, together, device, monkeypatch):
     exact = toy_model(torch.float32, config=config).requires_grad_(False)
     exact.load_state_dict({name: x.float() for name, x in rounded.state_dict().items()})
     held, slots, length = torch.tensor([9, 2]), {"sliding": 24, "full": 40}, CONFIG.canvas_length
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(1)  # with 0 one token has two experts as good as tied, which bf16 tells apart otherwise
     x, rows, counts = torch.randn(2 * length, config.hidden_size, generator=generator), torch.tensor([1, 0]), torch.tensor([3, 4])
 
     def result(model, run_layers):
