@@ -12,6 +12,7 @@ from pathlib import Path
 
 PLANS = {
     "layouts": "every legal layout of a run on so many GPUs, by predicted step time, with the memory of a GPU by kind",
+    "full": "what tools/benchmark.py --suite full will measure, and how far the planner is from what was measured",
     "pipeline": "the schedule of a pipeline: its steps, timeline, memory and bubble; with --sweep all sizes are checked",
 }
 

@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 
 import torch
+from torch import Tensor
 
 from ..config import DataConfig, ModelConfig, MoEConfig, ParallelConfig, RunConfig, TrainingConfig
-from ..models.diffusion_gemma.build import UNSET, build_model
+from ..models.diffusion_gemma.build import build_model
 from ..models.diffusion_gemma.stages import LAYER_TICKS, LOSS_TICKS, model_layout
 from ..parallel import ParallelContext
 from ..pipeline import Pipeline, StageLayout, build_schedule
@@ -24,9 +25,10 @@ from ..pipeline.simulator import simulate
 from ..pipeline.timing import layout_costs
 
 KINDS = ("weights", "gradients", "optimizer", "activations", "buffers")
-# Activations measured over activations counted: 6 layers of the released model on one H200 grew by 320 KiB a token and layer from batch
-# 1 x 1024 to 4 x 1024 and to 1 x 4096 (docs/log.md, before the fused kernels, which keep less); the formula counts 229 KiB.
-ACTIVATION_FACTOR = 1.4
+# Activations measured over activations counted, by CUDA graphs on one H200 (docs/performance.md): 6 layers, all trained, grew by 214 KiB a
+# token and layer from batch 1 x 1024 to 4 x 1024 and by 155 to 1 x 32768, where 229 are counted; 30 layers beside adapters, whose frozen
+# products keep no inputs, by 154.
+ACTIVATION_FACTOR, FROZEN_ACTIVATION_FACTOR = 1.0, 0.7
 # CUDA's context and NCCL's buffers, which torch does not count: an assumption.
 RUNTIME_BYTES = 1.5 * 2**30
 # Bubbles are simulated up to so many microbatches; beyond, the fill is spread over more of them.
@@ -91,11 +93,23 @@ def model_elements(run: RunConfig) -> ModelElements:
     return ModelElements(parts)
 
 
+class Unfilled:
+    """Initial weights without memory, of which the shape alone is wanted."""
+
+    def __call__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, *, expert: int | None = None) -> Tensor:
+        """Weights of `shape` on torch's meta device."""
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def with_std(self, std: float) -> Unfilled:
+        """Itself."""
+        return self
+
+
 @lru_cache
 def _cuts(run: RunConfig, types: tuple[str, ...]) -> tuple[Cut, ...]:
     """Every parameter of a model that has one layer of each type."""
     context = replace(ParallelContext.single(), device=torch.device("meta"))
-    model, cuts = build_model(run, context, init=UNSET), []
+    model, cuts = build_model(run, context, init=Unfilled()), []
     for name, parameter in model.named_parameters():
         head, _, rest = name.partition(".")
         kind = types[int(rest.partition(".")[0])] if head == "layers" else "full"
@@ -155,7 +169,8 @@ def activation_bytes(run: RunConfig, kind: str) -> float:
         context = 0.0 if kind == "linear" else 2 * model.kv_channels * model.num_query_groups / parallel.tensor_model_parallel_size
         return size * (entry + context)
     modules = training.recompute_modules if training.recompute_granularity == "selective" else ()
-    return ACTIVATION_FACTOR * size * sum(count for part, count in kept.items() if part not in modules)
+    factor = ACTIVATION_FACTOR if run.lora.lora_rank is None else FROZEN_ACTIVATION_FACTOR
+    return factor * size * sum(count for part, count in kept.items() if part not in modules)
 
 
 def buffer_bytes(run: RunConfig, elements: Elements, tokens: float) -> float:

@@ -1,8 +1,8 @@
 """How long a step of a layout takes, by parts: a model of few constants, each with where it comes from.
 
-Compute is the counted operations at a rate, and the bytes of weights that each microbatch moves, but not faster than the host can launch
-it all. What was measured is one H200 with 6 and 30 layers of the released width (docs/performance.md); everything between GPUs is an
-assumption until it is measured.
+A rank computes the counted operations, each kind at its rate, and moves the bytes of its weights in every microbatch; it sends what its
+layout asks for; but it is not faster than the host starts all that, without graphs. What was measured, and how far this is from it, is in
+`measured.py`: one H200 with 6 and 30 layers of the released width, two with 6 to 12. More GPUs are an extrapolation.
 """
 from __future__ import annotations
 
@@ -11,39 +11,69 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_dllm.config import RunConfig, TrainingConfig
-from megatron_dllm.training.operations import StepOperations, TokenCounts, step_operations
+from megatron_dllm.config import RunConfig
+from megatron_dllm.training.operations import Operations, StepOperations, TokenCounts, step_operations
 
-# Forward and backward by CUDA graphs, every row self-conditioned. 6 layers, all trained: 114.7 ms at 4 x 1024, 95.5 at 1 x 4096, 46.4 at
-# 1 x 1024; 30 layers with adapters alone: 271.8 at 4 x 1024, 116.5 at 1 x 1024. One rate and these bytes give all five within 6 %.
-ACHIEVED_TFLOPS = 500.0
-TRAINED_BYTES, FROZEN_BYTES = 14, 12  # that one microbatch moves for a weight: reads of it, and its gradient
-# Without graphs: adapters on 30 layers took 398 ms at 1 x 1024, and 728 with full recompute.
-LAUNCH_MS_PER_LAYER = 16.0
+# TFLOP/s of the layers' products, of attention (by visible pairs, the backward counted as twice the forward) and of the head; bytes that a
+# microbatch moves for a weight: reads of it, its gradient. Fitted to forward and backward by CUDA graphs on one H200, which they meet
+# within 8 %, all but the last figure of each with every row self-conditioned.
+LAYER_TFLOPS, ATTENTION_TFLOPS, HEAD_TFLOPS = 450.0, 250.0, 650.0
+TRAINED_BYTES, FROZEN_BYTES, REPEATED_BYTES = 16, 10, 2
+# What residual streams add to a layer's work at n = 4, by CUDA graphs on one H200: 118.1 ms beside 110.0 for 6 layers with the head.
+STREAMS_SHARE = 0.10
+# Milliseconds in which the host starts a layer's forward and backward for one microbatch, without graphs. One H200: adapters on 30 layers
+# 13 at 1 x 1024, all weights of 6 and 12 layers 14 to 18. Two H200s, beyond that: experts over ranks (22 in all, with and without deepep),
+# 4 where a recompute exchanges layouts anew, tensor parallelism (24 in all, for 36 with what is waited for), residual streams (0.5 to 8).
+LAUNCH_MS_PER_LAYER, DISPATCH_LAUNCH_MS, ANEW_LAUNCH_MS, TENSOR_LAUNCH_MS, STREAMS_LAUNCH_MS = 16.0, 6.0, 4.0, 6.0, 3.0
 MEASURED_ON = "H200"
 COPY_TB_PER_S = 4.26
-# Bytes that AdamW reads and writes for an element: master, two moments, the fp32 gradient, the 16-bit copy.
-OPTIMIZER_BYTES = 30
-# GB/s of one GPU: NVLink inside a node, the network between nodes. Assumptions.
-NVLINK_GB_PER_S, NETWORK_GB_PER_S = 300.0, 40.0
+# Bytes that AdamW reads and writes for an element: master, two moments, the fp32 gradient, the 16-bit copy; and the rate at which it does.
+OPTIMIZER_BYTES, OPTIMIZER_TB_PER_S = 30, 4.0
+# GB/s that one GPU sends. In a node: two H200s summed 4.8 GB of gradients over NCCL in 8.7 ms (273) beside nothing, 22.6 in 98 (230) beside
+# the backward. Between nodes: an assumption.
+NVLINK_GB_PER_S, NETWORK_GB_PER_S = 250.0, 40.0
+# Milliseconds of one dispatch or combine of few tokens beyond its bytes, and of what the device does more around it: two H200s' graphs of 8
+# layers exposed 2.9 ms of 64 of them, and took 9 ms more than the same work without.
+DISPATCH_MS, ROUTING_MS = 0.03, 0.12
+# Of the device's work of a microbatch, what gradients are summed beside, where neither a graph nor a pipeline runs it.
+HIDDEN_SHARE = 0.3
 # Dense bf16 peaks, to scale the achieved rate to another GPU (an extrapolation); memory in GiB.
 GPUS = {"H200": (989, 139.0), "H100": (989, 79.0), "A100": (312, 79.0), "B200": (2250, 178.0)}
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Milliseconds of one optimizer step. bubble: the share of the pipeline's time in which a rank waits."""
+    """Milliseconds of one optimizer step on a rank.
+
+    compute        what the device computes and moves
+    communication  what it sends meanwhile for tensors, tokens and sequences, none of it hidden
+    launches       the least that the host takes to start it (0: graphs)
+    gradients      sums of gradients and gathers of parameters that nothing runs beside
+    beside         sums of gradients that run beside the backward
+    optimizer      the update
+    bubble         share of the pipeline's time in which a rank waits
+    """
 
     compute: float
     communication: float
+    launches: float
     gradients: float
+    beside: float
     optimizer: float
     bubble: float
-    launch_bound: bool
+
+    @property
+    def launch_bound(self) -> bool:
+        return self.launches > self.compute + self.communication
 
     @property
     def total(self) -> float:
-        return (self.compute + self.communication) / (1 - self.bubble) + self.gradients + self.optimizer
+        return max(self.compute + self.communication, self.launches) / (1 - self.bubble) + self.gradients + self.optimizer
+
+    @property
+    def exposed(self) -> float:
+        """The share of the step in which something is sent and nothing computed; while the host is behind, the device has nothing else."""
+        return (self.communication + self.gradients + self.beside * self.launch_bound) / self.total
 
 
 def token_counts(run: RunConfig, rows: int, *, canvases: int = 1, conditioned: float | None = None) -> TokenCounts:
@@ -52,11 +82,13 @@ def token_counts(run: RunConfig, rows: int, *, canvases: int = 1, conditioned: f
     diffusion = run.objective.objective != "ar"
     count = rows * canvases if diffusion else 0
     share = run.objective.self_conditioning_prob if conditioned is None else conditioned
+    # Losses of the answer alone are taken of about a canvas of tokens.
+    scored = min(canvas, length - 1) if run.objective.encoder_loss_tokens == "response" else length - 1
     return TokenCounts(
         clean=np.full(rows, length, np.int64), canvas=np.full(count, canvas, np.int64),
         canvas_prefix=np.full(count, max(length - canvas, 0) // 2, np.int64),
         self_conditioned=np.arange(count) < round(share * count), text_tokens=rows * length,
-        encoder_targets=rows * (length - 1), decoder_targets=count * canvas)
+        encoder_targets=rows * scored, decoder_targets=count * canvas)
 
 
 def operations(run: RunConfig, rows: int, canvases: int, conditioned: float | None = None) -> StepOperations:
@@ -65,25 +97,44 @@ def operations(run: RunConfig, rows: int, canvases: int, conditioned: float | No
                            frozen=run.lora.lora_rank is not None)
 
 
-def moved_bytes(weights: Mapping[tuple[str, bool, int], float]) -> float:
-    """What a microbatch moves for one rank's weights, given as elements by (grid, trained, bytes of an element)."""
-    return sum(count * (TRAINED_BYTES if trained else FROZEN_BYTES) for (_, trained, _), count in weights.items())
+def work_ms(counted: StepOperations, gpu: str) -> float:
+    """Of so many operations on one GPU."""
+    scale = 1e9 * GPUS[gpu][0] / GPUS[MEASURED_ON][0]
+
+    def rate(part: str) -> float:
+        return {"attention": ATTENTION_TFLOPS, "head": HEAD_TFLOPS, "soft_embedding": HEAD_TFLOPS}.get(part, LAYER_TFLOPS) * scale
+
+    parts: tuple[Operations, ...] = (counted.draft, counted.forward, counted.backward, counted.repeated)
+    return sum(count / rate(part) for operations in parts for part, count in operations.items())
 
 
-def compute_ms(flop: float, moved: float, layers: float, microbatches: int, run: TrainingConfig, gpu: str) -> tuple[float, bool]:
-    """Time of so many operations on one GPU in so many microbatches of `layers` layers, each of which moves so many bytes of weights; and
-    whether launches are the limit. Graphs are taken to serve every microbatch."""
-    rate = ACHIEVED_TFLOPS * GPUS[gpu][0] / GPUS[MEASURED_ON][0]
-    work = flop / rate / 1e9 + microbatches * moved / COPY_TB_PER_S / 1e9
-    if run.cuda_graph_impl != "none":
-        return work, False
+def moved_ms(weights: Mapping[tuple[str, bool, int], float], recompute: str | None) -> float:
+    """For what a microbatch moves for one rank's weights, given as elements by (grid, trained, bytes of an element)."""
+    again = REPEATED_BYTES if recompute == "full" else 0
+    return sum(count * ((TRAINED_BYTES if trained else FROZEN_BYTES) + again)
+               for (_, trained, _), count in weights.items()) / COPY_TB_PER_S / 1e9
+
+
+def streams_factor(run: RunConfig) -> float:
+    """What residual streams make of the layers' work."""
+    return 1 + STREAMS_SHARE * run.model.mhc_num_residual_streams / 4 if run.model.enable_mhc_connections else 1.0
+
+
+def launch_ms(run: RunConfig, layers: float) -> float:
+    """The host's time for one microbatch of so many layers; graphs are taken to serve every microbatch."""
+    if run.training.cuda_graph_impl != "none":
+        return 0.0
+    parallel, training = run.parallel, run.training
+    spread, recomputes = parallel.expert_model_parallel_size > 1, training.recompute_granularity == "full"
+    a_layer = (LAUNCH_MS_PER_LAYER + DISPATCH_LAUNCH_MS * spread + TENSOR_LAUNCH_MS * (parallel.tensor_model_parallel_size > 1)
+               + STREAMS_LAUNCH_MS * run.model.enable_mhc_connections)
     # Of forward and backward the forward's launches come a second time under full recompute: a third of them.
-    launches = LAUNCH_MS_PER_LAYER * layers * microbatches * (4 / 3 if run.recompute_granularity == "full" else 1)
-    return max(work, launches), launches > work
+    return layers * (a_layer * (4 / 3 if recomputes else 1) + ANEW_LAUNCH_MS * (spread and recomputes and not run.moe.moe_recompute_replay))
 
 
-def communication_ms(run: RunConfig, tokens: float, layers: float, *, gpus_per_node: int) -> float:
-    """What one rank sends in a step for its `tokens` (of the whole sequence over cp) in `layers` layers, none of it hidden."""
+def communication_ms(run: RunConfig, tokens: float, layers: float, edges: float, *, gpus_per_node: int) -> float:
+    """What one rank sends in a microbatch for its `tokens` (of the whole sequence over cp) in `layers` layers and over `edges` edges of
+    the pipeline, none of it hidden."""
     parallel, model = run.parallel, run.model
     tp, cp, ep, etp = (parallel.tensor_model_parallel_size, parallel.context_parallel_size, parallel.expert_model_parallel_size,
                        parallel.expert_tensor_parallel_size)
@@ -95,19 +146,41 @@ def communication_ms(run: RunConfig, tokens: float, layers: float, *, gpus_per_n
         return (NVLINK_GB_PER_S if ranks <= gpus_per_node else NETWORK_GB_PER_S) * 1e6
 
     total = 4 * hidden * (tp - 1) / tp * passes / rate(tp)
-    rows = hidden * model.moe_router_topk / tp
-    # Dispatch and combine each go there and back.
-    total += 2 * rows * (ep * etp - 1) / (ep * etp) * passes / rate(tp * ep)
+    if ep * etp > 1:
+        total += 2 * hidden / tp * sent_rows(run) * passes / rate(tp * ep) + num_transfers(run) * DISPATCH_MS
     full = model.layer_kinds.count("full") / model.num_layers
     keys = 2 * tokens * model.num_global_query_groups * model.global_kv_channels * size
     total += keys * (cp - 1) * full * passes / rate(tp * cp)
-    return total * layers
+    edge = 2 * hidden * model.num_residual_streams / (tp if parallel.sequence_parallel else 1)
+    return total * layers + edge * edges / rate(tp * cp * parallel.pipeline_model_parallel_size)
 
 
-def gradient_ms(bytes_by_group: dict[int, float], hidden_ms: float, *, gpus_per_node: int, ranks_before: int) -> float:
-    """The sum of gradients over data-parallel groups {size: bytes}, beyond the `hidden_ms` of backward that it runs beside."""
-    total = 0.0
-    for size, count in bytes_by_group.items():
-        speed = NVLINK_GB_PER_S if size * ranks_before <= gpus_per_node else NETWORK_GB_PER_S
-        total += 2 * count * (size - 1) / size / (speed * 1e6)
-    return max(0.0, total - hidden_ms)
+def num_transfers(run: RunConfig) -> int:
+    """Dispatches and combines of a layer in a microbatch: of clean tokens and of the canvas again, there and in the backward back."""
+    loops = 1 if run.objective.objective == "ar" or run.objective.self_conditioning_prob == 0 else 2
+    return 2 * loops * (3 if run.training.recompute_granularity == "full" else 2)
+
+
+def routing_ms(run: RunConfig, layers: float) -> float:
+    """What the device does more in a microbatch of so many layers where ranks share experts."""
+    parallel = run.parallel
+    spread = parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size > 1
+    return layers * num_transfers(run) * ROUTING_MS * spread
+
+
+def sent_rows(run: RunConfig) -> float:
+    """Copies of a token that leave its rank: deepep sends one to each rank that has any of its experts, alltoall one to each expert or,
+    where its rooms are bounded, to each rank."""
+    ranks, topk = run.parallel.expert_model_parallel_size * run.parallel.expert_tensor_parallel_size, run.model.moe_router_topk
+    if run.moe.dispatcher == "alltoall" and run.moe.moe_max_tokens_per_rank is None:
+        return topk * (ranks - 1) / ranks
+    if run.moe.dispatcher in ("deepep", "hybridep"):
+        return (1 - (1 - 1 / ranks) ** topk) * (ranks - 1)
+    return ranks - 1
+
+
+def summed_ms(elements: float, ranks: int, *, distributed: bool, gpus_per_node: int, ranks_before: int) -> tuple[float, float]:
+    """(sum of so many fp32 gradients over data-parallel ranks, gather of their 16-bit parameters where each rank steps its share)."""
+    speed = (NVLINK_GB_PER_S if ranks * ranks_before <= gpus_per_node else NETWORK_GB_PER_S) * 1e6
+    sent = elements * (ranks - 1) / ranks / speed
+    return (4 * sent, 2 * sent) if distributed else (2 * 4 * sent, 0.0)

@@ -39,20 +39,27 @@ class Machine:
 
 @dataclass(frozen=True)
 class Plan:
-    """A layout, what its fullest GPU holds (bytes by kind), and its step."""
+    """A layout, what its fullest GPU holds (bytes by kind), its step, and the operations that the step needs on all GPUs."""
 
     run: RunConfig
     gpus: int
     held: dict[str, float]
     time: timing.StepTime
+    operations: float
 
     @property
     def bytes(self) -> float:
         return sum(self.held.values())
 
     @property
-    def microbatches(self) -> int:
-        return self.run.training.global_batch_size // (self.run.training.micro_batch_size * self.run.parallel.data_parallel_size(self.gpus))
+    def tokens_per_second(self) -> float:
+        """Clean tokens, of one GPU."""
+        return self.run.training.global_batch_size * self.run.data.seq_length / self.time.total / self.gpus * 1e3
+
+    @property
+    def tflops(self) -> float:
+        """TFLOP/s that one GPU gives to what the step needs."""
+        return self.operations / self.time.total / self.gpus / 1e9
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not shown:
         print("no layout is legal; plan one with --given to see why")
         return 1
-    print(table(shown, base))
+    print(table(shown))
     for note in notes(shown[0], machine):
         print(f"note: {note}")
     if not fitting:
@@ -137,36 +144,55 @@ def virtual_stages(num_layers: int, pp: int) -> list[int | None]:
 
 def plan(run: RunConfig, machine: Machine, canvases_per_row: int = 1) -> Plan:
     """Memory and time of a legal layout."""
-    gpus, parallel, training = machine.gpus, run.parallel, run.training
+    gpus, training = machine.gpus, run.training
     predicted = memory.forecast(run, gpus, canvases_per_row)
-    edp = gpus // (parallel.expert_tensor_parallel_size * parallel.expert_model_parallel_size * parallel.pipeline_model_parallel_size)
-    microbatches = training.global_batch_size // (training.micro_batch_size * parallel.data_parallel_size(gpus))
-    dp = parallel.data_parallel_size(gpus) * parallel.context_parallel_size
-    time = _time(run, predicted.elements, machine, canvases_per_row, microbatches, predicted.tokens, predicted.bubble, dp, edp)
-    return Plan(run, gpus, dict(predicted.fullest), time)
-
-
-def _time(run: RunConfig, elements: memory.ModelElements, machine: Machine, canvases_per_row: int, microbatches: int, tokens: float,
-          bubble: float, dp: int, edp: int) -> timing.StepTime:
-    parallel, training = run.parallel, run.training
-    pp = parallel.pipeline_model_parallel_size
     counted = _operations(run.model, run.objective, run.lora, run.data.seq_length, training.global_batch_size, canvases_per_row,
                           training.recompute_granularity, training.recompute_modules)
+    return Plan(run, gpus, dict(predicted.fullest), _time(run, predicted, counted, machine), counted.model)
+
+
+def _time(run: RunConfig, predicted: memory.Forecast, counted: StepOperations, machine: Machine) -> timing.StepTime:
+    parallel, training, gpus = run.parallel, run.training, machine.gpus
+    pp, microbatches = parallel.pipeline_model_parallel_size, num_microbatches(run, gpus)
     # One layer more for each prediction depth; the head weighs as its operations, not as launches.
     layers = (run.model.num_layers + run.model.mtp_num_layers) / pp
-    own = elements.of_stage(*memory.stage_of(run, None, 0))
-    compute, launch_bound = timing.compute_ms(
-        counted.hardware / machine.gpus, timing.moved_bytes(own) / pp, layers, microbatches, training, machine.gpu)
-    communication = microbatches * timing.communication_ms(run, tokens, layers, gpus_per_node=machine.gpus_per_node)
-    trained = {grid: sum(count for (of, trains, _), count in own.items() if trains and of == grid) / pp for grid in ("dense", "expert")}
-    shares = {"dense": dp, "expert": edp}
-    gradients = sum(
-        timing.gradient_ms({shares[grid]: 4 * count}, 0.3 * compute / microbatches, gpus_per_node=machine.gpus_per_node,
-                           ranks_before=machine.gpus // shares[grid])
-        for grid, count in trained.items() if shares[grid] > 1)
-    stepped = sum(count / (shares[grid] if parallel.use_distributed_optimizer else 1) for grid, count in trained.items())
-    optimizer = stepped * timing.OPTIMIZER_BYTES / (timing.COPY_TB_PER_S * 1e9)
-    return timing.StepTime(compute, communication, gradients, optimizer, bubble, launch_bound)
+    own = predicted.elements.of_stage(*memory.stage_of(run, None, 0))
+    moved = timing.moved_ms(own, training.recompute_granularity) / pp
+    compute = (timing.work_ms(counted, machine.gpu) / gpus + microbatches * moved) * timing.streams_factor(run)
+    hidden = timing.HIDDEN_SHARE * compute / microbatches if training.cuda_graph_impl == "none" and pp == 1 else 0.0
+    compute += microbatches * timing.routing_ms(run, layers)
+    # Forward and backward over each edge that a rank has: one a virtual stage.
+    edges = (virtual_stages_of(run) if pp > 1 else 0) * 2
+    communication = microbatches * timing.communication_ms(run, predicted.tokens, layers, edges, gpus_per_node=machine.gpus_per_node)
+    sums, gathers, stepped = 0.0, 0.0, 0.0
+    for grid, ranks in replicas(run, gpus).items():
+        elements = sum(count for (of, trains, _), count in own.items() if trains and of == grid) / pp
+        summed, gathered = timing.summed_ms(elements, ranks, distributed=parallel.use_distributed_optimizer,
+                                            gpus_per_node=machine.gpus_per_node, ranks_before=gpus // ranks)
+        sums, gathers = sums + summed, gathers + gathered
+        stepped += elements / (ranks if parallel.use_distributed_optimizer else 1)
+    beside = min(sums, hidden)
+    return timing.StepTime(
+        compute, communication, microbatches * timing.launch_ms(run, layers),
+        sums - beside + gathers * (not parallel.overlap_param_gather), beside,
+        stepped * timing.OPTIMIZER_BYTES / (timing.OPTIMIZER_TB_PER_S * 1e9), predicted.bubble)
+
+
+def num_microbatches(run: RunConfig, gpus: int) -> int:
+    return run.training.global_batch_size // (run.training.micro_batch_size * run.parallel.data_parallel_size(gpus))
+
+
+def virtual_stages_of(run: RunConfig) -> int:
+    """Virtual stages of a rank."""
+    return memory.model_layout(run).chunks
+
+
+def replicas(run: RunConfig, gpus: int) -> dict[str, int]:
+    """By grid, the ranks that have the same parameters."""
+    parallel = run.parallel
+    pp = parallel.pipeline_model_parallel_size
+    return {"dense": parallel.data_parallel_size(gpus) * parallel.context_parallel_size,
+            "expert": gpus // (parallel.expert_tensor_parallel_size * parallel.expert_model_parallel_size * pp)}
 
 
 @cache
@@ -178,23 +204,23 @@ def _operations(*key) -> StepOperations:
     return timing.operations(run, rows, canvases)
 
 
-COLUMNS = ("tp", "cp", "pp", "vpp", "ep", "etp", "rows", "recompute", "shared", "ms/step", "bubble", "sent ms", *memory.KINDS, "GiB")
+COLUMNS = ("tp", "cp", "pp", "vpp", "ep", "etp", "rows", "recompute", "shared", "ms/step", "tokens/s", "TFLOP/s", "bubble", "exposed",
+           *memory.KINDS, "GiB")
 
 
-def table(plans: Sequence[Plan], base: RunConfig) -> str:
+def table(plans: Sequence[Plan]) -> str:
     """A line a layout: sizes, step, memory of the fullest GPU in GiB."""
     lines = [COLUMNS]
     for p in plans:
         parallel, training, time = p.run.parallel, p.run.training, p.time
-        pp, per_stage = parallel.pipeline_model_parallel_size, parallel.num_layers_per_virtual_pipeline_stage
+        pp = parallel.pipeline_model_parallel_size
         recompute = {None: "-", "full": "full"}.get(training.recompute_granularity, "+".join(training.recompute_modules))
         lines.append((
-            parallel.tensor_model_parallel_size, parallel.context_parallel_size, pp,
-            1 if per_stage is None else base.model.num_layers // pp // per_stage, parallel.expert_model_parallel_size,
-            parallel.expert_tensor_parallel_size, training.micro_batch_size, recompute,
-            "yes" if parallel.use_distributed_optimizer else "-",
-            f"{time.total:.0f}{'*' if time.launch_bound else ''}", f"{time.bubble:.0%}",
-            f"{time.communication + time.gradients:.0f}", *(f"{p.held[kind] / GIB:.1f}" for kind in memory.KINDS), f"{p.bytes / GIB:.1f}"))
+            parallel.tensor_model_parallel_size, parallel.context_parallel_size, pp, virtual_stages_of(p.run) if pp > 1 else 1,
+            parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size, training.micro_batch_size, recompute,
+            "yes" if parallel.use_distributed_optimizer else "-", f"{time.total:.0f}{'*' if time.launch_bound else ''}",
+            f"{p.tokens_per_second:.0f}", f"{p.tflops:.0f}", f"{time.bubble:.0%}",
+            f"{time.exposed:.0%}", *(f"{p.held[kind] / GIB:.1f}" for kind in memory.KINDS), f"{p.bytes / GIB:.1f}"))
     texts = [[str(cell) for cell in line] for line in lines]
     widths = [max(len(line[n]) for line in texts) for n in range(len(COLUMNS))]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in texts)
@@ -202,13 +228,14 @@ def table(plans: Sequence[Plan], base: RunConfig) -> str:
 
 def notes(best: Plan, machine: Machine) -> list[str]:
     """What the figures stand on."""
-    found = ["rows: --micro-batch-size; shared: --use-distributed-optimizer; *: the host's launches are the limit; GiB: of the fullest GPU"]
+    found = ["rows: --micro-batch-size; shared: --use-distributed-optimizer; *: the host's launches are the limit; tokens/s and TFLOP/s: "
+             "of a GPU; exposed: share of the step in which something is sent and nothing computed; GiB: of the fullest GPU"]
     if machine.gpu != timing.MEASURED_ON:
         found.append(f"speeds of {machine.gpu} are scaled from {timing.MEASURED_ON} by their peaks: extrapolated")
     found.append(f"compute is fitted to one {timing.MEASURED_ON} with 6 and 30 layers of the released width; other widths are extrapolated")
     if machine.gpus > 1:
-        found.append(f"time between GPUs assumes {timing.NVLINK_GB_PER_S:g} GB/s in a node and {timing.NETWORK_GB_PER_S:g} between nodes, "
-                     "nothing hidden but part of the gradients' sum: not measured")
+        found.append(f"time between GPUs is fitted to two of them ({timing.NVLINK_GB_PER_S:g} GB/s); more are extrapolated, and "
+                     f"{timing.NETWORK_GB_PER_S:g} GB/s between nodes are assumed")
     if best.run.training.recompute_granularity is not None or best.run.model.enable_mhc_connections:
         found.append("activations with recompute or residual streams are extrapolated from those without")
     return found

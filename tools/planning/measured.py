@@ -1,0 +1,92 @@
+"""What was measured (docs/performance.md), as runs that the planner can plan: to see how far its figures are from them."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_dllm import config
+from megatron_dllm.config import RunConfig
+from planning.layouts import GIB, Machine, Plan, plan
+
+WHOLE_MODEL = "--preset diffusiongemma-26b-a4b --data-source sudoku --train-iters 1 --bf16 --self-conditioning-prob 1"
+SIX, EIGHT, TWELVE = ("--num-layers 6", "--num-layers 8 --freeze-router --global-batch-size 2 --use-distributed-optimizer",
+                      "--num-layers 12 --self-conditioning-prob 0.875 --global-batch-size 8")
+LORA = "--lora-rank 16"
+GRAPHS, FULL = "--cuda-graph-impl local", "--recompute-granularity full"
+EXPERTS = f"{EIGHT} --expert-model-parallel-size 2"
+DEEPEP, BOUND = "--moe-token-dispatcher-type deepep", "--moe-max-tokens-per-rank 1280"
+STREAMS = "--enable-mhc-connections --mhc-num-residual-streams 4"
+PP2, PP2_SIX = "--pipeline-model-parallel-size 2", "--num-layers 6 --self-conditioning-prob 0.875 --global-batch-size 8"
+LONG = f"{SIX} --context-parallel-size 2 --use-distributed-optimizer {FULL} --encoder-loss-tokens response"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Milliseconds of a step, or of its forward and backward with the sums of gradients where it is not `stepped`, and the GiB that the
+    device held where gradients had the planner's precision (None: not, or not noted)."""
+
+    what: str
+    gpus: int
+    flags: str
+    ms: float
+    gib: float | None = None
+    stepped: bool = True
+    rows: int = 1
+    length: int = 1024
+    canvases: int = 1
+
+    def run(self) -> RunConfig:
+        words = f"{WHOLE_MODEL} --seq-length {self.length} --micro-batch-size {self.rows}"
+        if "--global-batch-size" not in self.flags:
+            words += f" --global-batch-size {self.rows * (2 if '2 GPUs' in self.what else 1)}"
+        return config.parse(f"{words} {self.flags}".split())
+
+    def planned(self) -> tuple[float, float]:
+        """(milliseconds, GiB) by the planner."""
+        found: Plan = plan(self.run(), Machine(self.gpus), self.canvases)
+        left_out = 0.0 if self.stepped else found.held["optimizer"]
+        return found.time.total - (0.0 if self.stepped else found.time.optimizer), (found.bytes - left_out) / GIB
+
+
+def one(what: str, flags: str, ms: float, gib: float | None = None, **others: int | bool) -> Measured:
+    return Measured(f"1 GPU, {what}", 1, flags, ms, gib, **others)
+
+
+def two(what: str, flags: str, ms: float, gib: float | None = None, **others: int | bool) -> Measured:
+    return Measured(f"2 GPUs, {what}", 2, flags, ms, gib, **others)
+
+
+MEASURED = (
+    *(one(f"6 layers, {rows} x {length}, graphs", f"{SIX} {GRAPHS}", ms, stepped=False, rows=rows, length=length)
+      for rows, length, ms in ((4, 1024, 110.0), (1, 4096, 94.1), (1, 1024, 44.9), (1, 32768, 734.6))),
+    one("6 layers, 1 x 4096, 8 canvases, graphs", f"{SIX} {GRAPHS}", 145.7, stepped=False, length=4096, canvases=8),
+    one("6 layers, 4 x 1024, mHC 4, graphs", f"{SIX} {GRAPHS} {STREAMS}", 118.1, stepped=False, rows=4),
+    one("6 layers, 4 x 1024, AdamW, graphs", f"{SIX} {GRAPHS}", 156.8, 108.6, rows=4),
+    one("6 layers, 1 x 32768, full recompute", f"{SIX} {FULL}", 876.4, 46.2, stepped=False, length=32768),
+    one("adapters, 4 x 1024, graphs", f"{LORA} {GRAPHS}", 271.8, 71.1, rows=4),
+    one("adapters, 1 x 1024, graphs", f"{LORA} {GRAPHS}", 116.5, 54.2),
+    one("adapters, 4 x 1024, graphs, full recompute", f"{LORA} {GRAPHS} {FULL}", 383.7, 54.4, rows=4),
+    one("adapters, 4 x 1024", LORA, 493.4, 71.2, rows=4),
+    one("adapters, 1 x 1024", LORA, 397.9, 54.0),
+    two("8 layers, EP2, deepep, graphs", f"{EXPERTS} {DEEPEP} {BOUND} {GRAPHS}", 97.9, 77.7),
+    two("8 layers, EP2, deepep, graphs, replay", f"{EXPERTS} {DEEPEP} {BOUND} {GRAPHS} {FULL}", 110.4, 75.1),
+    two("8 layers, EP2, deepep, replay", f"{EXPERTS} {DEEPEP} {FULL}", 282.2, 70.6),
+    two("8 layers, EP2, deepep, no replay", f"{EXPERTS} {DEEPEP} {FULL} --no-moe-recompute-replay", 313.6, 70.5),
+    two("8 layers, EP2, alltoall", EXPERTS, 219.7, 72.5),
+    two("8 layers, EP2, alltoall, bounded", f"{EXPERTS} {BOUND}", 211.2, 74.4),
+    *(two(f"6 layers, {name}", f"{PP2_SIX} {flags}", ms, gib) for name, flags, ms, gib in (
+        ("PP2", PP2, 536, 57.4), ("PP2/VPP2", f"{PP2} --pipeline-model-parallel-layout Et|tt|tt|tL", 606, 57.4),
+        ("PP2, mHC 4", f"{PP2} {STREAMS}", 635, None),
+        ("PP2/VPP2, mHC 4", f"{PP2} {STREAMS} --pipeline-model-parallel-layout Et|tt|tt|tL", 668, None))),
+    *(two(f"12 layers, {name}", f"{TWELVE} {flags}", ms, gib, stepped=False) for name, flags, ms, gib in (
+        ("PP2", PP2, 868, 37.4), ("PP2/VPP2", f"{PP2} --pipeline-model-parallel-layout Ett|t*4|t*4|ttL", 995, 37.5),
+        ("PP2, mHC 4", f"{PP2} {STREAMS}", 1119, None),
+        ("PP2/VPP2, mHC 4", f"{PP2} {STREAMS} --pipeline-model-parallel-layout Ett|t*4|t*4|ttL", 1026, None))),
+    two("6 layers, CP2, 100096 tokens", f"{LONG} --global-batch-size 1", 2178, 89.0, length=100096),
+    two("6 layers, CP2, 50048 tokens", f"{LONG} --global-batch-size 1", 665, 81.4, length=50048),
+    two("6 layers, DP2, 4 x 1024", f"{SIX} --global-batch-size 4", 146.9, 40.7, stepped=False, rows=2),
+    two("6 layers, EP2, 4 x 1024", f"{SIX} --global-batch-size 4 --expert-model-parallel-size 2", 175.8, 27.9, stepped=False, rows=2),
+    two("6 layers, TP2+SP, 4 x 1024", f"{SIX} --global-batch-size 4 --tensor-model-parallel-size 2 --sequence-parallel", 216.4, 36.7,
+        stepped=False, rows=4),
+    two("6 layers, CP2, 1 x 32768, full recompute", f"{SIX} {FULL} --global-batch-size 1 --context-parallel-size 2", 519.9, 40.9,
+        stepped=False, length=32768),
+)
