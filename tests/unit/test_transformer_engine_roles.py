@@ -200,6 +200,12 @@ class TestFlags:
         assert not any("attention-backend" in text for text in problems(mended)), problems(mended)
 
 
+def test_an_older_package_is_refused(package):
+    package.parallel_cross_entropy = lambda inp, target: None
+    with pytest.raises(ValueError, match="install that one, or set --cross-entropy-fusion-impl native"):
+        engine_cross_entropy(Engine(package))
+
+
 def test_a_single_rank_sends_nothing(package):
     context = ParallelContext.single()
     logits, targets = numbers(3, 7, dtype=torch.float32).detach(), torch.tensor([0, 6, 3])
