@@ -14,6 +14,7 @@ from .launch import next_power_of_2
 
 CHUNK = 2048  # choices at a time
 BLOCK = 256  # choices of a block, each of which is compared with each
+FEW = tl.constexpr(16)
 # Each program of the one launch reads all choices: of 128 experts an H200 orders 10240 in 8 us, 40960 in 45.
 MOST_CHOICES = 16384
 
@@ -75,10 +76,13 @@ def _place_blocks(indices, of_blocks, totals, slot, row, counts, num_slots, num_
     total = tl.load(totals + every)
     first = tl.cumsum(total, 0) - total + tl.load(of_blocks + every * tl.num_programs(0) + block)
     slots, experts = _of_chunk(indices, block * BLOCK, num_slots, NUM_EXPERTS, BLOCK)
-    lane = tl.arange(0, BLOCK)
-    earlier = (experts[:, None] == experts[None, :]) & (lane[None, :] < lane[:, None])
-    place = tl.sum(earlier.to(tl.int32), 1) + tl.sum(tl.where(experts[:, None] == every[None, :], first[None, :], 0), 1)
     inside = slots < num_slots
+    place = tl.gather(first, tl.where(inside, experts, 0), 0)
+    # A few at a time: a matrix of all pairs would not stay in registers.
+    for start in range(0, BLOCK, FEW):
+        others, theirs = _of_chunk(indices, block * BLOCK + start, num_slots, NUM_EXPERTS, FEW)
+        earlier = (experts[:, None] == theirs[None, :]) & (others[None, :] < slots[:, None])
+        place += tl.sum(earlier.to(tl.int32), 1)
     tl.store(slot + place, slots.to(tl.int64), mask=inside & (place < num_rows))
     tl.store(row + slots, tl.where(experts < NUM_EXPERTS, place, num_rows).to(tl.int64), mask=inside)
     if block == 0:
