@@ -57,6 +57,22 @@ def antithetic_needs_company(sampling: str, batch: int) -> Fault | None:
     return Fault("one example has no others to be spread against", "set --noise-sampling to uniform", {"noise_sampling": "uniform"})
 
 
+@check("gradient_accumulation_fusion", "bf16", "transformer_impl", "lora_rank")
+def linear_gradients_can_be_fused(fused: bool, bf16: bool, impl: str, rank: int | None) -> Fault | None:
+    if not fused:
+        return None
+    leave = {"gradient_accumulation_fusion": False}
+    if not bf16:
+        return Fault("in fp32 torch adds every gradient to its buffer as it is",
+                     "set --bf16, or leave out --gradient-accumulation-fusion", leave)  # fmt: skip
+    if impl != "local":
+        return Fault("Transformer Engine's linear layers hand their gradients to autograd",
+                     "set --transformer-impl local, or leave out --gradient-accumulation-fusion", leave)  # fmt: skip
+    if rank is not None:
+        return Fault("beside adapters linear layers are frozen", "leave out --gradient-accumulation-fusion, or --lora-rank", leave)
+    return None
+
+
 @check("draft_pass", "sequence_parallel", "context_parallel_size", "pipeline_model_parallel_size")
 def drafts_apart_need_whole_rows(draft_pass: str, split: bool, cp: int, pp: int) -> Fault | None:
     if draft_pass != "apart" or not (split or cp * pp > 1):

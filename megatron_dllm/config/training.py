@@ -46,6 +46,11 @@ class TrainingConfig:
         "Engine's, for which the capped logits are held beside the others.",
         "native",
     )
+    gradient_accumulation_fusion: bool = flag(
+        "Add the weight gradients of linear layers to their fp32 buffers in the product that makes them, by apex where it is installed and "
+        "else by torch, instead of in bf16 first. Experts and embedding do so in any case.",
+        False,
+    )
     fp8_format: Literal["e4m3", "hybrid"] | None = flag(
         "Multiply the matrices of linear layers, and of experts under --moe-grouped-gemm-backend transformer_engine, in FP8: e4m3, or e5m2 "
         "for gradients (hybrid). Masters, weights, norms, router, embedding and losses stay as they are.",

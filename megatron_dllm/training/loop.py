@@ -19,6 +19,7 @@ from ..models.diffusion_gemma.model import DiffusionGemma
 from ..models.diffusion_gemma.stages import ModelPipeline, build_pipeline, over_stages
 from ..moe.balance import balance_metrics
 from ..parallel import ParallelContext, Watchdog, communication
+from ..tensor_parallel.fused_gradient import weight_gradients
 from ..transformer_engine import choices
 from . import out_of_memory
 from .batches import BatchMaker, PreparedBatch, training_batches
@@ -251,6 +252,8 @@ class Trainer:
                 f"products by {block.moe.experts.backend}")
         for choice in choices(self.run):
             logger.message(str(choice))
+        if self.run.training.gradient_accumulation_fusion:
+            logger.message(f"weight gradients of linear layers: added to fp32 by {weight_gradients(device).name}")
         logger.message(f"data: {len(self.sources.train):,} training examples; iterations {start} to {self.total_iterations}")
         if self.run_dir is not None and self.context.world.rank == 0:
             (self.run_dir / "args.txt").write_text(to_arguments_text(self.run), encoding="utf-8")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..config import ModelConfig
 from ..context_parallel.heads import heads_of
 from ..parallel import ParallelContext, place
-from ..tensor_parallel import ColumnParallelLinear, RowParallelLinear, column_linear
+from ..tensor_parallel import ColumnParallelLinear, RowParallelLinear, column_layers
 from ..tensor_parallel.initialization import Constant, Init, make_parameter
 from .gated_delta_plan import GatedDeltaPlan
 from .gated_delta_rule import CHUNK, chunked_gated_delta_rule
@@ -80,8 +80,7 @@ class GatedDeltaNet(nn.Module):
     def forward(self, x: Tensor, layer_pass: GatedDeltaPlan, earlier: GatedDeltaContext | None) -> tuple[Tensor, GatedDeltaContext | None]:
         """y [T, H] from x [T, H], and the states and tails that a later pass needs."""
         projections = (self.q_proj, self.k_proj, self.v_proj, self.z_proj, self.a_proj, self.b_proj)
-        q, k, v, z, a, b = column_linear(
-            x, [p.weight for p in projections], tp=self.q_proj.tp, sequence_parallel=self.q_proj.sequence_parallel)
+        q, k, v, z, a, b = column_layers(x, projections)
         sizes = (self.key_dim, self.key_dim, self.value_dim, 1, 1)
         q, k, v, a, b = (self._of_our_heads(t, size, layer_pass) for t, size in zip((q, k, v, a, b), sizes, strict=True))
         mixed, tails = self._with_tails(torch.cat([q, k, v], -1), layer_pass, earlier)

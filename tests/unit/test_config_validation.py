@@ -41,6 +41,9 @@ def test_good_runs_have_no_problem():
 CASES: list[tuple[str, dict, int, str]] = [
     ("drafts_apart_need_whole_rows", {"draft_pass": "apart", "context_parallel_size": 2}, 2, "--draft-pass apart"),
     ("drafts_apart_change_a_loss", {"draft_pass": "apart", "moe_aux_loss_coeff": 0.01}, 1, "--draft-pass apart"),
+    ("linear_gradients_can_be_fused", {"gradient_accumulation_fusion": True}, 1, "in fp32 torch adds every gradient to its buffer"),
+    ("linear_gradients_can_be_fused", ENGINE | {"gradient_accumulation_fusion": True}, 1, "hand their gradients to autograd; set"),
+    ("linear_gradients_can_be_fused", LORA | {"gradient_accumulation_fusion": True, "bf16": True}, 1, "linear layers are frozen; leave"),
     ("sliding_heads", {"num_query_groups": 3}, 1, "3 key heads evenly in sliding layers; set --num-query-groups to one of 1, 2, 4"),
     ("full_heads", {"num_global_query_groups": 8}, 1, "do not share 8 key heads evenly in full layers; set --num-global-query-groups"),
     ("sliding_head_is_even", {"kv_channels": 15}, 1, "--kv-channels 15: rotary embedding turns pairs of channels; set --kv-channels to 16"),

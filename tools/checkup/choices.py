@@ -17,16 +17,19 @@ from megatron_dllm.moe.dispatchers.deepep import import_package
 from megatron_dllm.moe.experts import Experts
 from megatron_dllm.parallel import Group, ParallelContext
 from megatron_dllm.tensor_parallel import Initializer
+from megatron_dllm.tensor_parallel.fused_gradient import weight_gradients
 from megatron_dllm.training.algorithms import BACKENDS, adamw, algorithm_of
 from megatron_dllm.training.determinism import obstacles
 from megatron_dllm.transformer.gated_delta_fla import check_fla
-from megatron_dllm.transformer_engine import choices, load_engine
+from megatron_dllm.transformer_engine import Choice, choices, load_engine
 
 from .report import REFUSED, TAKEN, Row, Section, outcome_of
 
 PRESET = "diffusiongemma-26b-a4b"
 DTYPES = (("--bf16", torch.bfloat16), ("(fp32)", torch.float32))
 IN_TORCH, BY_KERNEL = "plain torch", "Triton kernel"
+ENGINE_FLAGS = (" --fp8-format hybrid", " --fp8-format hybrid --fp8-recipe blockwise", " --attention-backend transformer_engine",
+                " --rotary-backend transformer_engine", " --cross-entropy-fusion-impl te")
 GATED_DELTA = {"torch": "chunks in plain torch", "fla": "kernels of flash-linear-attention"}
 BACKEND_NAMES = {"looped_linear": "loop over experts", "grouped_linear": "torch's grouped_mm", "grouped_mlp": "Triton grouped kernels"}
 
@@ -97,21 +100,22 @@ def dispatcher_rows(config: ModelConfig, device: torch.device) -> Iterator[Row]:
 
 
 def engine_rows(device: torch.device) -> Iterator[Row]:
-    """What Transformer Engine takes of each part, and of FP8 the parts that are in it."""
+    """What Transformer Engine takes of each part, and what further flags change in that."""
     engine = "--transformer-impl transformer_engine --moe-grouped-gemm-backend transformer_engine --bf16"
-    for fp8 in ("", " --fp8-format hybrid", " --fp8-format hybrid --fp8-recipe blockwise"):
-        run = run_of(device, (engine + fp8).split())
-        why = refusal(device, (engine + fp8).split())
+    without: tuple[Choice, ...] = ()
+    for further in ("", *ENGINE_FLAGS):
+        run = run_of(device, (engine + further).split())
+        why = refusal(device, (engine + further).split())
         if why is None:
             found = outcome_of(partial(load_engine, run.training, run.moe, device))
             why = str(found.error) if found.error else None
         if why is not None:
-            yield Row(REFUSED, ("layers", engine + fp8, why))
+            yield Row(REFUSED, ("layers", engine + further, why))
             continue
-        flags = "--transformer-impl transformer_engine" + fp8
         for choice in choices(run):
-            if not fp8 or "FP8" in choice.reason:
-                yield Row(TAKEN, (choice.part, flags, f"{choice.taken}; {choice.reason}"))
+            if choice not in without:
+                yield Row(TAKEN, (choice.part, "--transformer-impl transformer_engine" + further, f"{choice.taken}; {choice.reason}"))
+        without = without or choices(run)
 
 
 def optimizer_rows(device: torch.device) -> Iterator[Row]:
@@ -125,6 +129,10 @@ def optimizer_rows(device: torch.device) -> Iterator[Row]:
             continue
         name = f"{type(made).__module__}.{type(made).__name__}"
         yield Row(TAKEN, ("optimizer", f"--optimizer-backend {backend}", name + (", fused" if algorithm is adamw else "")))
+    words = "--gradient-accumulation-fusion --bf16"
+    found = outcome_of(partial(weight_gradients, device))
+    why = str(found.error) if found.error else refusal(device, words.split())
+    yield Row(REFUSED if why else TAKEN, ("weight gradients of linear layers", words, why or f"added to fp32 by {found.value.name}"))
 
 
 def run_rows(device: torch.device, environment: Mapping[str, str]) -> Iterator[Row]:

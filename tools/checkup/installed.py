@@ -37,7 +37,7 @@ OPTIONAL = (
     Package(("triton",), "triton", "our kernels on CUDA", "python -m pip install triton"),
     Package(("transformer-engine", "transformer_engine"), "transformer_engine.pytorch", "--transformer-impl, --optimizer-backend te",
              "bash tools/install_gpu.sh --te"),
-    Package(("apex",), "apex.optimizers", "--optimizer-backend apex", "bash tools/install_gpu.sh --apex"),
+    Package(("apex",), "apex.optimizers", "--optimizer-backend apex, --gradient-accumulation-fusion", "bash tools/install_gpu.sh --apex"),
     Package(("deep-ep", "deep_ep"), "deep_ep", "--moe-token-dispatcher-type deepep, hybridep", "bash tools/install_gpu.sh --deepep"),
     Package(("flash-linear-attention",), "fla", "--gdn-kernel-backend fla (see below)", "bash tools/install_gpu.sh --fla"),
     Package(("flashinfer-python",), "flashinfer", "generate.py --use-flashinfer-fused-rope", "bash tools/install_gpu.sh --flashinfer"),

@@ -8,6 +8,7 @@ import torch
 from ...checkpoint.model_state import load_tensors
 from ...config import ModelConfig, RunConfig
 from ...parallel import ParallelContext
+from ...tensor_parallel.fused_gradient import fuse_gradients, weight_gradients
 from ...tensor_parallel.initialization import Constant, DeviceInitializer, Init, Initializer
 from ...transformer.gated_delta_fla import use_fla
 from ...transformer.precision import freeze
@@ -40,6 +41,8 @@ def build_model(run: RunConfig, context: ParallelContext, *, init: Init | None =
             freeze(block.moe.router, model.dtype)
     if run.training.transformer_impl == "transformer_engine":
         install(model, load_engine(run.training, run.moe, context.device))
+    if run.training.gradient_accumulation_fusion:
+        fuse_gradients(model, weight_gradients(context.device))
     return model
 
 
