@@ -17,7 +17,7 @@ def engine_cross_entropy(engine: Engine) -> LogitLoss:
     """The package's LogitLoss. Its one exchange is its own; it is counted here. ValueError where the package is too old."""
     parallel_cross_entropy = engine.package.parallel_cross_entropy
     if "overwrite_input" not in inspect.signature(parallel_cross_entropy).parameters:
-        raise ValueError("--cross-entropy-fusion-impl te: this transformer_engine writes the gradient elsewhere than 2.20, the version that "
+        raise ValueError("--cross-entropy-fusion-impl te: this transformer_engine puts the gradient elsewhere than 2.20, the version that "
                          "was tried; install that one, or set --cross-entropy-fusion-impl native")
 
     def cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor, tp: Group, *,
