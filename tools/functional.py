@@ -7,7 +7,7 @@
 
 A case is tests/functional/<recipe>/config.yaml. Its golden file says in which environment it was recorded: in the same one a run must
 match it exactly, in another one to the case's tolerances, and the table says so. While it records, what is done so far lies beside it in a
-file partial_*.json, which no run compares with.
+file partial_*.json, which no run compares with; record --continue goes on from there, on the same code and in the same environment.
 """
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ import torch
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 
-from functional_tests.cases import Case, read_cases  # noqa: E402
-from functional_tests.fingerprint import changed, fingerprint, golden_name  # noqa: E402
-from functional_tests.golden import Golden, Steps, compare, explain, partial_path, write_partial  # noqa: E402
+from functional_tests.cases import ROOT, Case, read_cases  # noqa: E402
+from functional_tests.fingerprint import changed, code_digest, fingerprint, golden_name  # noqa: E402
+from functional_tests.golden import Golden, Steps, compare, explain, partial_path, read_partial, write_partial  # noqa: E402
 from functional_tests.launching import Launcher, RunFailed  # noqa: E402
 from functional_tests.running import Outcome, environment_of, run_once, verify  # noqa: E402
 
@@ -41,6 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     record = actions.add_parser("record", help="write golden files", allow_abbrev=False)
     record.add_argument("--without-verify", action="store_true",
                         help="do not hold the layout to one process first; the golden file says that it was not")
+    record.add_argument("--continue", dest="goes_on", action="store_true", help="keep the runs of a recording that was cut short")
     for action in (run, record):
         action.add_argument("--only", default="", metavar="TEXT", help="recipes whose name has this text")
     diff = actions.add_parser("diff", help="compare two golden files", allow_abbrev=False)
@@ -60,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
         with Launcher() as launcher:
             act = (lambda case: run_case(case, arguments.repeat, launcher)) if arguments.action == "run" else (
-                lambda case: record_case(case, launcher, verified=not arguments.without_verify))
+                lambda case: record_case(case, launcher, verified=not arguments.without_verify, goes_on=arguments.goes_on))
             failed = [case.name for case in cases if not attempt(case, act)]
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -117,17 +118,22 @@ def run_case(case: Case, times: int, launcher: Launcher) -> bool:
     return True
 
 
-def record_case(case: Case, launcher: Launcher, *, verified: bool) -> bool:
+def record_case(case: Case, launcher: Launcher, *, verified: bool, goes_on: bool = False) -> bool:
     """Write the golden file of this environment; refused when repeats differ or the layout does not hold."""
     here = fingerprint(case.device, environment_of(case, case.then, Path()))
     path = case.folder / golden_name(here, case.processes)
-    started, runs, whole = time.monotonic(), {}, None
+    with_code = here | {"code": code_digest(ROOT)}
+    started, done, runs, whole = time.monotonic(), runs_before(case, path, with_code) if goes_on else {}, {}, None
     for name in order_of_runs(case):
-        outcome = run_here(case, launcher, uninterrupted=name == WHOLE)
-        runs[name] = outcome.steps
-        write_partial(partial_path(path), here, runs)
-        print(f"{case.name}: {time.monotonic() - started:.0f} s: {name} done in {outcome.seconds:.1f} s "
-              f"({'; '.join(outcome.times)})", flush=True)
+        if name in done:
+            runs[name] = done[name]
+            print(f"{case.name}: {name} was done before", flush=True)
+        else:
+            outcome = run_here(case, launcher, uninterrupted=name == WHOLE)
+            runs[name] = outcome.steps
+            write_partial(partial_path(path), with_code, runs)
+            print(f"{case.name}: {time.monotonic() - started:.0f} s: {name} done in {outcome.seconds:.1f} s "
+                  f"({'; '.join(outcome.times)})", flush=True)
         whole = runs.get(WHOLE)
         repeats = [steps for done, steps in runs.items() if done != WHOLE]
         # The same layout must give the same bits; another one adds up in another order.
@@ -146,6 +152,15 @@ def record_case(case: Case, launcher: Launcher, *, verified: bool) -> bool:
     print(f"{case.name}: recorded {path.name} from {len(repeats)} equal repeats of {case.steps} steps{beside}; {by}; "
           f"{time.monotonic() - started:.0f} s in all", flush=True)
     return True
+
+
+def runs_before(case: Case, path: Path, fingerprint_with_code: dict[str, str]) -> dict[str, Steps]:
+    """What a recording that was cut short has done; nothing, and why, where it cannot be gone on from."""
+    try:
+        return read_partial(partial_path(path), fingerprint_with_code)
+    except ValueError as reason:
+        print(f"{case.name}: recorded from the start: {reason}", flush=True)
+        return {}
 
 
 def order_of_runs(case: Case) -> list[str]:

@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import re
 import sys
 from pathlib import Path
 
@@ -12,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 import functional  # noqa: E402
 from functional_tests.cases import FOLDER, Case, read_case, read_cases  # noqa: E402
-from functional_tests.fingerprint import changed, fingerprint, golden_name  # noqa: E402
+from functional_tests.fingerprint import changed, code_digest, fingerprint, golden_name  # noqa: E402
 from functional_tests.golden import Golden, compare, explain, take_steps  # noqa: E402
 from functional_tests.launching import Launcher, RunFailed
 from functional_tests.running import Outcome  # noqa: E402
@@ -133,8 +134,18 @@ def make_case(tmp_path, monkeypatch, *outcomes, **values):
     return Case(name="case", recipe="", metrics=METRICS, tolerances=LOOSE, verify=(), **values)
 
 
-def record(case):
-    return functional.record_case(case, Launcher(), verified=True)
+def record(case, goes_on=False):
+    return functional.record_case(case, Launcher(), verified=True, goes_on=goes_on)
+
+
+def failing_when_out(act):
+    """`act`, in which a run that there is no outcome for fails."""
+    def acting(case):
+        try:
+            return act(case)
+        except StopIteration:
+            raise RunFailed("no outcome") from None
+    return acting
 
 
 def test_record_refuses_repeats_that_differ(tmp_path, monkeypatch, capsys):
@@ -146,6 +157,43 @@ def test_record_refuses_repeats_that_differ(tmp_path, monkeypatch, capsys):
     assert kept.name == "partial_cpu_x1.json" and sorted(json.loads(kept.read_text())["runs"]) == ["repeat 1", "repeat 2"]
     with pytest.raises(ValueError, match="no golden file"):
         Golden.read(kept)
+
+
+def test_record_goes_on_where_it_was_cut_short(tmp_path, monkeypatch, capsys):
+    # The third run fails, as at a time limit; two are kept.
+    assert not functional.attempt(make_case(tmp_path, monkeypatch, STEPS, STEPS, kind="resume", repeats=3), failing_when_out(record))
+    assert record(make_case(tmp_path, monkeypatch, STEPS, STEPS, kind="resume", repeats=3), goes_on=True)
+    assert capsys.readouterr().out.count("was done before") == 2 and [path.name for path in tmp_path.iterdir()] == ["golden_cpu_x1.json"]
+
+
+@pytest.mark.parametrize(("change", "why"), [(("code", "other"), "code .* here, other there"), (("threads", "64"), "threads 1 here, 64")])
+def test_record_goes_on_from_nothing_else(tmp_path, monkeypatch, capsys, change, why):
+    ours = planted(12, "loss", math.nextafter(STEPS[12]["loss"], 0))
+    assert not record(make_case(tmp_path, monkeypatch, STEPS, ours))
+    (partial,) = tmp_path.iterdir()
+    text = json.loads(partial.read_text())
+    text["fingerprint"][change[0]] = change[1]
+    partial.write_text(json.dumps(text))
+    assert record(make_case(tmp_path, monkeypatch, STEPS, STEPS), goes_on=True)
+    assert re.search(f"recorded from the start: partial_cpu_x1.json is of another environment: {why}", capsys.readouterr().out)
+
+
+def test_runs_that_differ_do_so_when_gone_on_from(tmp_path, monkeypatch):
+    ours = planted(12, "loss", math.nextafter(STEPS[12]["loss"], 0))
+    assert not record(make_case(tmp_path, monkeypatch, STEPS, ours))
+    assert not record(make_case(tmp_path, monkeypatch), goes_on=True)
+
+
+def test_code_digest_is_of_names_and_texts(tmp_path):
+    (tmp_path / "megatron_dllm" / "deep").mkdir(parents=True)
+    file = tmp_path / "megatron_dllm" / "deep" / "a.py"
+    file.write_text("1")
+    first = code_digest(tmp_path)
+    assert code_digest(tmp_path) == first
+    file.write_text("2")
+    second = code_digest(tmp_path)
+    file.rename(file.with_name("b.py"))
+    assert len({first, second, code_digest(tmp_path)}) == 3
 
 
 def test_record_refuses_a_resumed_run_that_is_not_the_whole_one(tmp_path, monkeypatch):

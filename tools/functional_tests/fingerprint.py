@@ -1,9 +1,11 @@
 """What bit-equal results depend on beside the code: where a golden file was recorded."""
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 
@@ -31,6 +33,15 @@ def fingerprint(device: str, environment: Mapping[str, str] = os.environ) -> dic
             "nccl_algo": environment.get("NCCL_ALGO", "unset"),
             "cublas_workspace": environment.get("CUBLAS_WORKSPACE_CONFIG", "unset")}
     return entries
+
+
+def code_digest(root: Path) -> str:
+    """Of every Python file of the package, every recipe and every case."""
+    digest = hashlib.sha256()
+    for path in sorted(path for pattern in ("megatron_dllm/**/*.py", "examples/diffusion_gemma/*.sh", "tests/functional/*/config.yaml")
+                       for path in root.glob(pattern)):
+        digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def golden_name(entries: Mapping[str, str], processes: int) -> str:

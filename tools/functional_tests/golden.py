@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from functional_tests.fingerprint import changed
+
 Value = float | int
 Steps = dict[int, dict[str, Value]]  # step -> metric -> value
 # Metrics that a step has or has not, as its draws fall: kept where they are, and then part of the comparison as any other.
@@ -34,8 +36,7 @@ class Golden:
         """ValueError for a file that is none."""
         try:
             text = json.loads(path.read_text(encoding="utf-8"))
-            steps = {int(step): {name: from_text(value) for name, value in metrics.items()} for step, metrics in text["steps"].items()}
-            return cls(text["fingerprint"], text["verified_by"], steps)
+            return cls(text["fingerprint"], text["verified_by"], steps_of(text["steps"]))
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
             raise ValueError(f"{path} is no golden file ({type(error).__name__}: {error}); record it anew") from error
 
@@ -50,6 +51,20 @@ def write_partial(path: Path, fingerprint: Mapping[str, str], runs: Mapping[str,
     text = {"partial": "these runs were not all that a golden file needs, or differ", "fingerprint": dict(fingerprint),
             "runs": {name: steps_text(steps) for name, steps in runs.items()}}
     path.write_text(json.dumps(text, indent=1) + "\n", encoding="utf-8")
+
+
+def read_partial(path: Path, fingerprint: Mapping[str, str]) -> dict[str, Steps]:
+    """Those runs; ValueError, with why, where they cannot be gone on from: there are none, or they are of another environment or code."""
+    if not path.is_file():
+        raise ValueError(f"there is no {path.name}")
+    text = json.loads(path.read_text(encoding="utf-8"))
+    if others := changed(fingerprint, text["fingerprint"]):
+        raise ValueError(f"{path.name} is of another environment: {'; '.join(others)}")
+    return {name: steps_of(steps) for name, steps in text["runs"].items()}
+
+
+def steps_of(text: Mapping[str, Mapping[str, str | int]]) -> Steps:
+    return {int(step): {name: from_text(value) for name, value in metrics.items()} for step, metrics in text.items()}
 
 
 def steps_text(steps: Steps) -> dict[str, dict[str, str | int]]:
