@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .hyper_connection_mappings import MappingGradients
 from .launch import next_power_of_2
 
 COLUMNS = 1024  # of each stream that a program of 4 warps holds: 8 numbers a thread, 16 bytes of bf16
@@ -18,10 +19,7 @@ COLUMNS = 1024  # of each stream that a program of 4 warps holds: 8 numbers a th
 LANES, NUMBERS = 32, 8  # 87 registers a thread
 # Of `_read_backward`: tokens, columns of each stream, warps. Three programs of 164 registers fit a processor, each with 36 KB on the way.
 # On an H200, 5,120 tokens of 4 x 2816, with `_weight_gradient`: 0.212 ms; 64 x 16 0.263, 128 x 32 with 8 warps 0.270.
-ROWS, TILE_COLUMNS, TILE_WARPS = 64, 32, 4
-# Of `_weight_gradient`: tokens and columns of a tile, and the programs that share the tokens: 264 for 4 x 2816 columns, two a processor
-# (88 with 4 stages take 0.018 ms more, twice as many 0.004).
-SUMMED_ROWS, PRODUCT_COLUMNS, SPLITS, STAGES = 64, 128, 3, 3
+ROWS, TILE_COLUMNS, SPLITS, WARPS, STAGES = 64, 32, 3, 4, 2  # of `_read_backward`: 264 programs for 4 x 2816 columns, two a processor
 
 
 @triton.jit
@@ -31,7 +29,8 @@ def _load(start, at, inside):
 
 @triton.jit
 def _read_products(x, du, dpre, HIDDEN: tl.constexpr, n: tl.constexpr, COLUMNS: tl.constexpr):
-    """dpre [T, n]: each stream times du. The last tokens first, so that `_read_backward` finds the first ones in the cache."""
+    """dpre [T, n]: each stream times du. The last tokens first, so that `_read_backward`, which then leaves its last tokens to
+    `_merge_backward`, finds the first ones in the cache."""
     row, products = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64), ()
     for _ in tl.static_range(n):
         products = products + (tl.zeros((COLUMNS,), tl.float32),)
@@ -47,65 +46,63 @@ def _read_products(x, du, dpre, HIDDEN: tl.constexpr, n: tl.constexpr, COLUMNS: 
 
 
 @triton.jit
-def _read_backward(x, weight, pre, res, scale, dprojected, coefficient, du, grad, dx, num_rows, HIDDEN: tl.constexpr, n: tl.constexpr,
-                   OUTPUTS: tl.constexpr, PADDED: tl.constexpr, PIECES: tl.constexpr, HAS_SCALE: tl.constexpr, ROWS: tl.constexpr,
-                   COLUMNS: tl.constexpr):
-    """dx = H_res^T grad * scale + H_pre^T du + dprojected W - coefficient * x, of some columns of every stream; all that comes from memory
-    is asked for before the first product."""
-    column, output = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, PADDED)
-    row = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    inside, in_rows = column < HIDDEN, row < num_rows
-    here, at = in_rows[:, None] & inside[None, :], row[:, None] * (n * HIDDEN) + column[None, :]
-    streams, above = (), ()
-    for i in tl.static_range(n):
-        streams = streams + (tl.load(x + at + i * HIDDEN, mask=here, other=0.0),)
-        above = above + (tl.load(grad + at + i * HIDDEN, mask=here, other=0.0),)
-    incoming = tl.load(du + row[:, None] * HIDDEN + column[None, :], mask=here, other=0.0).to(tl.float32)
-    own, factor_of_row = tl.load(coefficient + row, mask=in_rows, other=0.0)[:, None], 1.0
-    if HAS_SCALE:
-        factor_of_row = tl.load(scale + row, mask=in_rows, other=0.0).to(tl.float32)[:, None]
-    in_grad, at_grad = in_rows[:, None] & (output < OUTPUTS)[None, :], row[:, None] * OUTPUTS + output[None, :]
-    high = tl.load(dprojected + at_grad, mask=in_grad, other=0.0)
+def _read_backward(x, weight, pre, mix, dprojected, coefficient, du, grad, dx, partial, num_rows, num_live, num_steps,
+                   HIDDEN: tl.constexpr, n: tl.constexpr, STREAMS: tl.constexpr, OUTPUTS: tl.constexpr, PADDED: tl.constexpr,
+                   PIECES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr):
+    """dx = mix^T grad + H_pre^T du + dprojected W - coefficient * x, of some columns of every stream and our share of the tokens, and
+    partial [splits, O, WIDTH] = dprojected^T x of them: x is read once for both. Rows from `num_live` on are zero.
+
+    A tile is [ROWS, STREAMS * COLUMNS], in registers as products leave it, where the streams of a column lie in one thread.
+    """
+    WIDTH: tl.constexpr = n * HIDDEN
+    split, splits = tl.program_id(1), tl.num_programs(1)
+    output, place, stream, every = tl.arange(0, PADDED), tl.arange(0, ROWS), tl.arange(0, STREAMS), tl.arange(0, STREAMS * COLUMNS)
+    column, of_stream = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), every // COLUMNS
+    within = tl.program_id(0) * COLUMNS + every % COLUMNS
+    wide, inside, in_outputs = of_stream * HIDDEN + within, (of_stream < n) & (within < HIDDEN), output < OUTPUTS
+    factor = tl.load(weight + output[:, None] * WIDTH + wide[None, :], mask=in_outputs[:, None] & inside[None, :], other=0.0)
     if PIECES > 1:
-        low = tl.load(dprojected + num_rows.to(tl.int64) * OUTPUTS + at_grad, mask=in_grad, other=0.0)
-    for i in tl.static_range(n):
-        factor = tl.load(weight + output[:, None] * (n * HIDDEN) + i * HIDDEN + column[None, :],
-                         mask=(output < OUTPUTS)[:, None] & inside[None, :], other=0.0)
-        if PIECES > 1:
-            # 16 bits of each factor: dx is rounded to 8.
-            factor_high = factor.to(tl.bfloat16)
-            factor_low = (factor - factor_high.to(tl.float32)).to(tl.bfloat16)
-            out = tl.dot(high, factor_high, tl.dot(high, factor_low, tl.dot(low, factor_high)))
-        else:
-            out = tl.dot(high, factor, input_precision="tf32x3")
-        gate = tl.load(pre + row * n + i, mask=in_rows, other=0.0)[:, None]
-        out += gate * incoming - own * streams[i].to(tl.float32)
-        for j in tl.static_range(n):
-            out += tl.load(res + (row * n + j) * n + i, mask=in_rows, other=0.0)[:, None] * factor_of_row * above[j].to(tl.float32)
-        tl.store(dx + at + i * HIDDEN, out.to(dx.dtype.element_ty), mask=here)
-
-
-@triton.jit
-def _weight_gradient(x, dprojected, partial, num_rows, num_steps, WIDTH: tl.constexpr, OUTPUTS: tl.constexpr, PADDED: tl.constexpr,
-                     PIECES: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """partial [SPLITS, O, WIDTH]: dprojected^T x over our share of the tokens. The last first: `_read_backward` has read them just now."""
-    column, output, split = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, PADDED), tl.program_id(1)
-    inside, in_outputs = column < WIDTH, output < OUTPUTS
-    total = tl.zeros((COLUMNS, PADDED), tl.float32)
-    for step in range(0, num_steps):
-        row = (split + (num_steps - 1 - step) * SPLITS).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-        in_rows = row < num_rows
-        values = tl.load(x + row[:, None] * WIDTH + column[None, :], mask=in_rows[:, None] & inside[None, :], other=0.0)
-        if PIECES == 1:
-            values = values.to(tl.float32)
-        part = tl.zeros((COLUMNS, PADDED), tl.float32)
+        # 16 bits of each factor: dx is rounded to 8.
+        high = factor.to(tl.bfloat16)
+        low = (factor - high.to(tl.float32)).to(tl.bfloat16)
+    local, narrow = place[:, None] * WIDTH + wide[None, :], place[:, None] * WIDTH + column[None, :]
+    sums = tl.zeros((STREAMS * COLUMNS, PADDED), tl.float32)
+    for step in tl.range(0, num_steps, num_stages=STAGES):
+        first = (split + step * splits) * ROWS
+        start, in_rows = first.to(tl.int64) * HIDDEN, place < num_live - first
+        here, in_column = in_rows[:, None] & inside[None, :], in_rows[:, None] & (column < HIDDEN)[None, :]
+        in_mix = in_rows[:, None] & (stream < n)[None, :]
+        streams, pieces = tl.load(x + start * n + local, mask=here, other=0.0), ()
         for number in tl.static_range(PIECES):
-            grad = tl.load(dprojected + (number * num_rows.to(tl.int64) + row)[:, None] * OUTPUTS + output[None, :],
-                           mask=in_rows[:, None] & in_outputs[None, :], other=0.0)
-            part = tl.dot(tl.trans(values), grad, part, input_precision="tf32x3")
-        total += part  # not by the product: see `_project` of hyper_connection_mappings
-    at = (split.to(tl.int64) * OUTPUTS + output)[None, :] * WIDTH + column[:, None]
-    tl.store(partial + at, total, mask=inside[:, None] & in_outputs[None, :])
+            at_grad = (number * num_live + first + place)[:, None] * OUTPUTS + output[None, :]
+            pieces = pieces + (tl.load(dprojected + at_grad, mask=in_rows[:, None] & in_outputs[None, :], other=0.0),)
+        if PIECES > 1:
+            out = tl.dot(pieces[0], high, tl.dot(pieces[0], low, tl.dot(pieces[1], high)))
+        else:
+            out = tl.dot(pieces[0], factor, input_precision="tf32x3")
+        part = tl.zeros((STREAMS * COLUMNS, PADDED), tl.float32)
+        for number in tl.static_range(PIECES):
+            values = tl.trans(streams)
+            if PIECES == 1:
+                values = values.to(tl.float32)
+            part = tl.dot(values, pieces[number], part, input_precision="tf32x3")
+        sums += part  # not by the product: see `_project` of hyper_connection_projection
+        out -= tl.load(coefficient + first + place, mask=in_rows, other=0.0)[:, None] * streams.to(tl.float32)
+        out = tl.reshape(out, (ROWS, STREAMS, COLUMNS))
+        gate = tl.load(pre + (first + place)[:, None] * n + stream[None, :], mask=in_mix, other=0.0)
+        incoming = tl.load(du + start + place[:, None] * HIDDEN + column[None, :], mask=in_column, other=0.0)
+        out += gate[:, :, None] * incoming.to(tl.float32)[:, None, :]
+        for j in tl.static_range(n):
+            gate = tl.load(mix + (first + place)[:, None] * (n * n) + j * n + stream[None, :], mask=in_mix, other=0.0)
+            above = tl.load(grad + start * n + j * HIDDEN + narrow, mask=in_column, other=0.0)
+            out += gate[:, :, None] * above.to(tl.float32)[:, None, :]
+        tl.store(dx + start * n + local, tl.reshape(out, (ROWS, STREAMS * COLUMNS)).to(dx.dtype.element_ty), mask=here)
+    at_sum = (split * OUTPUTS + output)[None, :] * WIDTH + wide[:, None]
+    tl.store(partial + at_sum, sums, mask=inside[:, None] & in_outputs[None, :])
+    none = tl.zeros((ROWS, STREAMS * COLUMNS), dx.dtype.element_ty)
+    for step in range(0, tl.cdiv(num_rows - num_live, splits * ROWS)):
+        first = num_live + (split + step * splits) * ROWS
+        tl.store(dx + first.to(tl.int64) * WIDTH + local, none, mask=(place < num_rows - first)[:, None] & inside[None, :])
 
 
 @triton.jit
@@ -131,11 +128,17 @@ def _merge(x, y, post, res, scale, new, HIDDEN: tl.constexpr, n: tl.constexpr, C
             tl.store(new + (row * n + i) * HIDDEN + column, out.to(new.dtype.element_ty), mask=inside)
 
 
-@triton.jit
-def _merge_backward(x, y, post, scale, grad, dy, dpost, dres, HIDDEN: tl.constexpr, n: tl.constexpr, LANES: tl.constexpr,
+@triton.jit(do_not_specialize=["num_live"])
+def _merge_backward(x, y, post, scale, grad, dy, dpost, dres, num_live, HIDDEN: tl.constexpr, n: tl.constexpr, LANES: tl.constexpr,
                     NUMBERS: tl.constexpr, HAS_SCALE: tl.constexpr):
-    """dy = H_post g, dH_post = g y, dH_res = g x^T, with g = grad * scale. A lane has some neighbouring columns, and a sum of each kind."""
-    row, gates, dmix, dgates, factor = tl.program_id(0).to(tl.int64), (), (), (), 1.0
+    """dy = H_post g, dH_post = g y, dH_res = g x^T, with g = grad * scale. A lane has some neighbouring columns, and a sum of each kind.
+    Rows of dy from `num_live` on are zero, and the others are not written. The last tokens first: see `_read_backward`."""
+    row, gates, dmix, dgates, factor = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64), (), (), (), 1.0
+    if row >= num_live:
+        for start in range(0, HIDDEN, LANES * NUMBERS):
+            column = start + tl.arange(0, LANES)[:, None] * NUMBERS + tl.arange(0, NUMBERS)[None, :]
+            tl.store(dy + row * HIDDEN + column, tl.zeros((LANES, NUMBERS), dy.dtype.element_ty), mask=column < HIDDEN)
+        return
     if HAS_SCALE:
         factor = tl.load(scale + row).to(tl.float32)
     for i in tl.static_range(n):
@@ -164,36 +167,54 @@ def _merge_backward(x, y, post, scale, grad, dy, dpost, dres, HIDDEN: tl.constex
             tl.store(dres + (row * n + i) * n + j, tl.sum(dmix[i * n + j], 0) * factor)
 
 
+@triton.jit
+def _sum_streams(x, total, factor, HIDDEN: tl.constexpr, n: tl.constexpr, COLUMNS: tl.constexpr):
+    """total [T, C]: the sum of the streams, times a factor."""
+    row = tl.program_id(0).to(tl.int64)
+    for start in range(0, HIDDEN, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        inside = column < HIDDEN
+        out = tl.zeros((COLUMNS,), tl.float32)
+        for i in tl.static_range(n):
+            out += _load(x + (row * n + i) * HIDDEN, column, inside)
+        tl.store(total + row * HIDDEN + column, (out * factor).to(total.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _spread(x, streams, factor, HIDDEN: tl.constexpr, n: tl.constexpr, COLUMNS: tl.constexpr):
+    """streams [T, nC]: x [T, C] times a factor in each."""
+    row = tl.program_id(0).to(tl.int64)
+    for start in range(0, HIDDEN, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        inside = column < HIDDEN
+        out = (_load(x + row * HIDDEN, column, inside) * factor).to(streams.dtype.element_ty)
+        for i in tl.static_range(n):
+            tl.store(streams + (row * n + i) * HIDDEN + column, out, mask=inside)
+
+
 def _columns(hidden: int, most: int) -> int:
     return min(most, next_power_of_2(hidden))
 
 
-def read_products(x: Tensor, du: Tensor) -> Tensor:
-    """dH_pre [T, n] fp32 from x [T, nC] and du [T, C]."""
-    (num_rows, hidden), n = du.shape, x.shape[1] // du.shape[1]
-    dpre = torch.empty(num_rows, n, dtype=torch.float32, device=x.device)
-    if num_rows:
-        _read_products[(num_rows,)](x, du, dpre, HIDDEN=hidden, n=n, COLUMNS=_columns(hidden, COLUMNS),
-                                    num_warps=4)
+def read_products(x: Tensor, du: Tensor, num_live: int) -> Tensor:
+    """dH_pre fp32 of the first `num_live` tokens, [num_live, n], from x [T, nC] and du [T, C]."""
+    hidden, n = du.shape[1], x.shape[1] // du.shape[1]
+    dpre = torch.empty(num_live, n, dtype=torch.float32, device=x.device)
+    if num_live:
+        _read_products[(num_live,)](x, du, dpre, HIDDEN=hidden, n=n, COLUMNS=_columns(hidden, COLUMNS), num_warps=4)
     return dpre
 
 
-def read_backward(x: Tensor, weight: Tensor, pre: Tensor, res: Tensor, scale: Tensor | None, dprojected: Tensor, coefficient: Tensor,
-                  du: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """dx [T, nC] in the dtype of x, from du [T, C] and the gradient [T, nC] of `merge`'s result, and dweight [O, nC] fp32; `dprojected` is
-    as `mappings_backward` has it."""
-    (num_rows, width), n, outputs, pieces = x.shape, pre.shape[1], len(weight), len(dprojected)
-    dx = torch.empty_like(x)
-    if not num_rows:
-        return dx, torch.zeros_like(weight)
-    hidden, shared = width // n, {"OUTPUTS": outputs, "PADDED": max(16, next_power_of_2(outputs)), "PIECES": pieces}
-    _read_backward[(triton.cdiv(hidden, TILE_COLUMNS), triton.cdiv(num_rows, ROWS))](
-        x, weight, pre, res, scale, dprojected, coefficient, du, grad, dx, num_rows, HIDDEN=hidden, n=n, HAS_SCALE=scale is not None,
-        ROWS=ROWS, COLUMNS=TILE_COLUMNS, **shared, num_warps=TILE_WARPS)
+def read_backward(x: Tensor, weight: Tensor, pre: Tensor, through: MappingGradients, du: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """dx [T, nC] in the dtype of x, from du [T, C] and the gradient [T, nC] of `merge`'s result, and dweight [O, nC] fp32; `through` are
+    the gradients of the mappings, of as many tokens as have a gradient that is not zero."""
+    (num_rows, width), n, outputs = x.shape, pre.shape[1], len(weight)
+    (pieces, num_live, _), hidden, dx = through.projected.shape, width // n, torch.empty_like(x)
     partial = torch.empty(SPLITS, outputs, width, dtype=torch.float32, device=x.device)
-    _weight_gradient[(triton.cdiv(width, PRODUCT_COLUMNS), SPLITS)](
-        x, dprojected, partial, num_rows, triton.cdiv(num_rows, SUMMED_ROWS * SPLITS), WIDTH=width, SPLITS=SPLITS, ROWS=SUMMED_ROWS,
-        COLUMNS=PRODUCT_COLUMNS, **shared, num_warps=4, num_stages=STAGES)
+    _read_backward[(triton.cdiv(hidden, TILE_COLUMNS), SPLITS)](
+        x, weight, pre, through.mix, through.projected, through.coefficient, du, grad, dx, partial, num_rows, num_live,
+        triton.cdiv(num_live, ROWS * SPLITS), HIDDEN=hidden, n=n, STREAMS=next_power_of_2(n), OUTPUTS=outputs,
+        PADDED=max(16, next_power_of_2(outputs)), PIECES=pieces, ROWS=ROWS, COLUMNS=TILE_COLUMNS, STAGES=STAGES, num_warps=WARPS)
     return dx, partial.sum(0)
 
 
@@ -206,11 +227,29 @@ def merge(x: Tensor, y: Tensor, post: Tensor, res: Tensor, scale: Tensor | None)
     return new
 
 
-def merge_backward(x: Tensor, y: Tensor, post: Tensor, scale: Tensor | None, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """dy in y's dtype, dH_post [T, n] and dH_res [T, n, n] fp32, from the gradient [T, nC] of `merge`'s result."""
+def merge_backward(x: Tensor, y: Tensor, post: Tensor, scale: Tensor | None, grad: Tensor, num_live: int) -> tuple[Tensor, Tensor, Tensor]:
+    """dy in y's dtype, dH_post [T, n] and dH_res [T, n, n] fp32, from the gradient [T, nC] of `merge`'s result, of which the first
+    `num_live` rows are not zero: of the others dH_post and dH_res are not written."""
     (num_rows, hidden), n = y.shape, post.shape[1]
     dy, dpost, dres = made = torch.empty_like(y), torch.empty_like(post), post.new_empty(num_rows, n, n)
     if num_rows:
-        _merge_backward[(num_rows,)](x, y, post, scale, grad, dy, dpost, dres, HIDDEN=hidden, n=n, LANES=LANES, NUMBERS=NUMBERS,
-                                     HAS_SCALE=scale is not None, num_warps=1)
+        _merge_backward[(num_rows,)](x, y, post, scale, grad, dy, dpost, dres, num_live, HIDDEN=hidden, n=n, LANES=LANES,
+                                     NUMBERS=NUMBERS, HAS_SCALE=scale is not None, num_warps=1)
     return made
+
+
+def sum_streams(x: Tensor, num_streams: int, factor: float) -> Tensor:
+    """[T, C] in the dtype of x [T, nC]: the sum of the streams, in fp32, times a factor."""
+    num_rows, hidden = len(x), x.shape[1] // num_streams
+    total = x.new_empty(num_rows, hidden)
+    if num_rows:
+        _sum_streams[(num_rows,)](x, total, factor, HIDDEN=hidden, n=num_streams, COLUMNS=_columns(hidden, COLUMNS), num_warps=4)
+    return total
+
+
+def spread(x: Tensor, num_streams: int, factor: float) -> Tensor:
+    """[T, nC]: x [T, C] times a factor in every stream."""
+    (num_rows, hidden), streams = x.shape, x.new_empty(len(x), x.shape[1] * num_streams)
+    if num_rows:
+        _spread[(num_rows,)](x, streams, factor, HIDDEN=hidden, n=num_streams, COLUMNS=_columns(hidden, COLUMNS), num_warps=4)
+    return streams

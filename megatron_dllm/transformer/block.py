@@ -18,7 +18,7 @@ from ..tensor_parallel.dropout import TokenDraws
 from ..tensor_parallel.initialization import Init
 from .attention import SelfAttention
 from .gated_delta_net import GatedDeltaContext, GatedDeltaNet
-from .hyper_connection import HyperConnection, PlainConnection, StreamChain
+from .hyper_connection import HyperConnection, PlainConnection, StreamChain, Streams
 from .mlp import MLP
 from .norms import RMSNorm
 from .recompute import Recompute
@@ -83,16 +83,17 @@ class TransformerBlock(nn.Module):
         # The released model scales the output of each pass by a buffer of its own: [clean, canvas].
         self.register_buffer("layer_scalars", torch.ones(2, dtype=dtype, device=context.device))
 
-    def forward(self, x: Tensor, token_pass: TokenPass, earlier: Context | None,
-                chain: StreamChain | None = None) -> tuple[Tensor, Context | None]:
+    def forward(self, x: Tensor | Streams, token_pass: TokenPass, earlier: Context | None, chain: StreamChain | None = None,
+                reader: HyperConnection | PlainConnection | None = None) -> tuple[Tensor | Streams, Context | None]:
         """y [T, H] and the layer's context for a later pass; recomputed in the backward where the configuration says so.
 
-        `chain`: where mHC's streams are to be computed again from, see stream_chains.
+        `chain`: where mHC's streams are to be computed again from, see stream_chains. `reader`: who reads y, if known: with mHC y is then
+        Streams.
         """
-        return self.recompute.with_moe("block", self.run, NOT_CHECKPOINTED, x, token_pass, earlier, chain)
+        return self.recompute.with_moe("block", self.run, NOT_CHECKPOINTED, x, token_pass, earlier, chain, reader)
 
-    def _fused(self, call: Call, x: Tensor, token_pass: TokenPass, earlier: Context | None,
-               chain: StreamChain | None) -> tuple[Tensor, Context | None]:
+    def _fused(self, call: Call, x: Tensor, token_pass: TokenPass, earlier: Context | None, chain: StreamChain | None,
+               reader: PlainConnection | None) -> tuple[Tensor, Context | None]:
         """`_by_parts` where nothing comes between the norms that meet the residual."""
         router, eps = self.moe.router, self.input_layernorm.eps
         normed, x = self.input_layernorm.beside(x)
@@ -102,18 +103,18 @@ class TransformerBlock(nn.Module):
         parts = self._feed_forward(call, for_mlp, for_experts, scaled, token_pass)
         return after_feed_forward(h, *parts, *self._feed_forward_norms(), self.layer_scalars, token_pass.num_clean, eps), kept
 
-    def _over_streams(self, call: Call, x: Tensor, token_pass: TokenPass, earlier: Context | None,
-                      chain: StreamChain | None) -> tuple[Tensor, Context | None]:
+    def _over_streams(self, call: Call, x: Tensor | Streams, token_pass: TokenPass, earlier: Context | None, chain: StreamChain | None,
+                      reader: HyperConnection | None) -> tuple[Tensor | Streams, Context | None]:
         """`_by_parts` where streams are mixed between the norms, but nothing comes between those of one part."""
-        u, x, mix = self.attention_connection.read(x, chain)
+        u, x, mix = self.attention_connection.read(x, chain, num_live=token_pass.num_own_live)
         attended, kept = self.attention(self.input_layernorm(u), token_pass.layers[self.kind], earlier)
-        x = self.attention_connection.write(x, self.post_attention_layernorm(attended), mix, chain)
-        h, x, mix = self.feed_forward_connection.read(x, chain, token_pass.per_stream(self.layer_scalars))
+        x = self.attention_connection.write(x, self.post_attention_layernorm(attended), mix, chain, self.feed_forward_connection)
+        h, x, mix = self.feed_forward_connection.read(x, chain, token_pass.per_stream(self.layer_scalars), token_pass.num_own_live)
         router, eps = self.moe.router, self.input_layernorm.eps
         readers = self.pre_feedforward_layernorm.weight, self.pre_feedforward_layernorm_2.weight, router.scale
         parts = self._feed_forward(call, *before_feed_forward(h, readers, router.root, eps), token_pass)
         y = of_feed_forward(*parts, *self._feed_forward_norms(), eps)
-        return self.feed_forward_connection.write(x, y, mix, chain), kept
+        return self.feed_forward_connection.write(x, y, mix, chain, reader), kept
 
     def _feed_forward(self, call: Call, for_mlp: Tensor, for_experts: Tensor, scaled: Tensor,
                       token_pass: TokenPass) -> tuple[Tensor, Tensor]:
@@ -128,14 +129,14 @@ class TransformerBlock(nn.Module):
         norms = self.post_feedforward_layernorm_1, self.post_feedforward_layernorm_2, self.post_feedforward_layernorm
         return tuple(norm.weight for norm in norms)
 
-    def _by_parts(self, call: Call, x: Tensor, token_pass: TokenPass, earlier: Context | None,
-                  chain: StreamChain | None) -> tuple[Tensor, Context | None]:
-        u, x, mix = self.attention_connection.read(x, chain)
+    def _by_parts(self, call: Call, x: Tensor | Streams, token_pass: TokenPass, earlier: Context | None, chain: StreamChain | None,
+                  reader: HyperConnection | PlainConnection | None) -> tuple[Tensor | Streams, Context | None]:
+        u, x, mix = self.attention_connection.read(x, chain, num_live=token_pass.num_own_live)
         attended, kept = self.attention(self.input_layernorm(u), token_pass.layers[self.kind], earlier)
-        x = self.attention_connection.write(x, self.post_attention_layernorm(attended), mix, chain)
-        h, x, mix = self.feed_forward_connection.read(x, chain, token_pass.per_stream(self.layer_scalars))
+        x = self.attention_connection.write(x, self.post_attention_layernorm(attended), mix, chain, self.feed_forward_connection)
+        h, x, mix = self.feed_forward_connection.read(x, chain, token_pass.per_stream(self.layer_scalars), token_pass.num_own_live)
         y = self.post_feedforward_layernorm(self.feed_forward(call, h, token_pass))
-        return self.feed_forward_connection.write(x, y, mix, chain), kept
+        return self.feed_forward_connection.write(x, y, mix, chain, reader), kept
 
     def _apart(self, call: Call, h: Tensor, token_pass: TokenPass) -> Tensor:
         """d + m."""

@@ -32,21 +32,31 @@ EPSILON = 1e-6  # beside the norm of x, and the least denominator of Sinkhorn's 
 
 @dataclass(frozen=True)
 class Mix:
-    """How the output of a part is written: post [T, n] and res [T, n, n], at least fp32; `scale` [T, 1] or None, without gradient."""
+    """How the output of a part is written: post [T, n] and res [T, n, n], at least fp32; `scale` [T, 1] or None, without gradient.
+    num_live: only so many tokens, the first ones, may get a gradient that is not zero (None: all)."""
 
     post: Tensor
     res: Tensor
     scale: Tensor | None
+    num_live: int | None = None
+
+
+class Streams(NamedTuple):
+    """x [T, n*C] and, where kernels made it when they wrote x, what the connection that reads x next projects them to."""
+
+    x: Tensor
+    projection: Tensor | None
 
 
 class PlainConnection:
     """One stream: a part reads x, and its output is added to x."""
 
-    def read(self, x: Tensor, chain: None, scale: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+    def read(self, x: Tensor, chain: None, scale: Tensor | None = None,
+             num_live: int | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
         """What the part reads, x, and the scale of what `write` gives."""
         return x, x, scale
 
-    def write(self, x: Tensor, y: Tensor, scale: Tensor | None, chain: None) -> Tensor:
+    def write(self, x: Tensor, y: Tensor, scale: Tensor | None, chain: None, reader: PlainConnection | None = None) -> Tensor:
         """(x + y) * scale."""
         return x + y if scale is None else (x + y) * scale
 
@@ -73,28 +83,76 @@ class HyperConnection(nn.Module):
         self.alpha = parameter("alpha", (3,), Constant(config.mhc_init_gating_factor))
         self.bias = parameter("bias", (outputs,), Constant(0.0))
 
-    def read(self, x: Tensor, chain: StreamChain | None, scale: Tensor | None = None) -> tuple[Tensor, Tensor, Mix]:
+    def read(self, x: Tensor | Streams, chain: StreamChain | None, scale: Tensor | None = None,
+             num_live: int | None = None) -> tuple[Tensor, Tensor, Mix]:
         """u = H_pre x [T, C]; x, for `write` alone; and the mix with which that puts the part's output back, times `scale`.
 
         The gradient that comes back with that x is the one of what `write` gives: this read's backward multiplies it by H_res and adds it
         to its own. Multiplied by the write's backward and added by itself it would move 4 n C numbers a token more.
         """
-        u, x, post, res = _Read.apply(x, self.weight, self.alpha, self.bias, self.num_streams, self.iterations, chain, scale)
-        return u, x, Mix(post, res, scale)
+        x, projection = x if isinstance(x, Streams) else (x, None)
+        u, x, post, res = _Read.apply(x, self.weight, self.alpha, self.bias, self.num_streams, self.iterations, chain, scale, num_live,
+                                      projection)
+        return u, x, Mix(post, res, scale, num_live)
 
-    def write(self, x: Tensor, y: Tensor, mix: Mix, chain: StreamChain | None) -> Tensor:
-        """(H_res x + H_post^T y) * scale [T, nC], for the x that `read` gave and y [T, C]."""
-        return _Write.apply(x, y, mix.post, mix.res, mix.scale, chain)
+    def write(self, x: Tensor, y: Tensor, mix: Mix, chain: StreamChain | None, reader: HyperConnection | None = None) -> Tensor | Streams:
+        """(H_res x + H_post^T y) * scale [T, nC], for the x that `read` gave and y [T, C]; Streams for a `reader`, who reads them next."""
+        new, projection = _Write.apply(x, y, mix, mix.post, mix.res, chain, None if reader is None else reader.weight.detach())
+        return new if reader is None else Streams(new, projection)
 
 
 def expand_streams(x: Tensor, num_streams: int) -> Tensor:
     """[T, n*C]: x [T, C] in every stream, each a copy."""
-    return x if num_streams == 1 else x.repeat(1, num_streams)
+    return x if num_streams == 1 else _Expand.apply(x, num_streams, 1.0)
 
 
 def contract_streams(x: Tensor, num_streams: int) -> Tensor:
     """[T, C]: the mean of the streams."""
-    return x if num_streams == 1 else at_least_fp32(x).unflatten(1, (num_streams, -1)).mean(1).to(x.dtype)
+    return x if num_streams == 1 else _Sum.apply(x, num_streams, 1 / num_streams)
+
+
+class _Expand(torch.autograd.Function):
+    """x times a factor in every stream."""
+
+    @staticmethod
+    def forward(ctx, x, num_streams, factor):
+        ctx.of = num_streams, factor
+        return spread(x, num_streams, factor)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _Sum.apply(grad, *ctx.of), None, None
+
+
+class _Sum(torch.autograd.Function):
+    """The sum of the streams times a factor."""
+
+    @staticmethod
+    def forward(ctx, x, num_streams, factor):
+        ctx.of = num_streams, factor
+        return sum_streams(x, num_streams, factor)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _Expand.apply(grad, *ctx.of), None, None
+
+
+def spread(x: Tensor, num_streams: int, factor: float) -> Tensor:
+    """[T, n*C]: x [T, C] times a factor in every stream."""
+    if takes(x):
+        from ..kernels import hyper_connection_streams as kernel  # Triton is there with CUDA alone
+
+        return kernel.spread(x.contiguous(), num_streams, factor)
+    return (at_least_fp32(x) * factor).to(x.dtype).repeat(1, num_streams)
+
+
+def sum_streams(x: Tensor, num_streams: int, factor: float) -> Tensor:
+    """[T, C]: the sum of the streams of x [T, n*C], in at least fp32, times a factor."""
+    if takes(x):
+        from ..kernels import hyper_connection_streams as kernel
+
+        return kernel.sum_streams(x.contiguous(), num_streams, factor)
+    return (at_least_fp32(x).unflatten(1, (num_streams, -1)).sum(1) * factor).to(x.dtype)
 
 
 def sinkhorn(logits: Tensor, iterations: int) -> Tensor:
@@ -182,12 +240,24 @@ def mixed_in_torch(x: Tensor, y: Tensor, post: Tensor, res: Tensor, scale: Tenso
     return (new if scale is None else new * at_least_fp32(scale)).to(x.dtype)
 
 
-def mixed_backward(x: Tensor, y: Tensor, post: Tensor, scale: Tensor | None, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of y, post and res, from that of `mixed`'s result; that of x is part of `read_backward`."""
+def mixed_and_projected(x: Tensor, y: Tensor, mix: Mix, weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """`mixed`, and what `weight` projects it to where kernels run and it is given."""
+    if weight is not None and takes(x, y, weight):
+        from ..kernels import hyper_connection_projection as kernel
+
+        return kernel.merge_and_project(x.contiguous(), y.contiguous(), mix.post, mix.res, mix.scale, weight)
+    return mixed(x, y, mix.post, mix.res, mix.scale), None
+
+
+def mixed_backward(x: Tensor, y: Tensor, post: Tensor, scale: Tensor | None, grad: Tensor,
+                   num_live: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of y, post and res, from that of `mixed`'s result; that of x is part of `read_backward`. Rows of `grad` from
+    `num_live` on (None: none) are zero; of those the gradients of post and res are anything."""
     if takes(x, y):
         from ..kernels import hyper_connection_streams as kernel
 
-        return kernel.merge_backward(x.contiguous(), y.contiguous(), post, scale, grad.contiguous())
+        num_live = len(x) if num_live is None else num_live
+        return kernel.merge_backward(x.contiguous(), y.contiguous(), post, scale, grad.contiguous(), num_live)
     return mixed_backward_in_torch(x, y, post, scale, grad)
 
 
@@ -224,13 +294,15 @@ class Mapped(NamedTuple):
     root: Tensor
 
 
-def read(x: Tensor, weights: Weights) -> tuple[Tensor, Mapped]:
-    """u = H_pre x, [T, C]."""
+def read(x: Tensor, weights: Weights, projection: Tensor | None = None) -> tuple[Tensor, Mapped]:
+    """u = H_pre x, [T, C]; `projection`: what kernels project x to, if that is there already."""
     if takes(x, weights.weight):
-        from ..kernels import hyper_connection_mappings as kernel
+        from ..kernels import hyper_connection_mappings, hyper_connection_projection
 
-        w = weights
-        u, *mapped = kernel.read(x.contiguous(), w.weight, w.alpha, w.bias, w.num_streams, w.iterations)
+        x, w = x.contiguous(), weights
+        if projection is None:
+            projection = hyper_connection_projection.project(x, w.weight, w.num_streams)
+        u, *mapped = hyper_connection_mappings.read(x, projection, w.alpha, w.bias, w.num_streams, w.iterations)
         return u, Mapped(*mapped)
     return read_in_torch(x, weights)
 
@@ -246,19 +318,19 @@ def read_in_torch(x: Tensor, weights: Weights) -> tuple[Tensor, Mapped]:
 
 
 def read_backward(x: Tensor, weights: Weights, mapped: Mapped, du: Tensor, grad: Tensor, scale: Tensor | None, dpost: Tensor,
-                  dres: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+                  dres: Tensor, num_live: int | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of x, weight, alpha and bias, from those of what `read` gives and from `grad` [T, nC], that of the streams which were
-    written to x with H_res and `scale`."""
+    written to x with H_res and `scale`. Rows from `num_live` on (None: none) have gradients of zero, and are not read."""
     if takes(x, weights.weight):
         from ..kernels import hyper_connection_mappings, hyper_connection_streams
 
         x, du = x.contiguous(), du.contiguous()
-        dprojected, coefficient, dalpha, dbias = hyper_connection_mappings.mappings_backward(
-            mapped.projected, mapped.root, weights.alpha, weights.bias, hyper_connection_streams.read_products(x, du), dpost.contiguous(),
-            dres.contiguous(), x.shape[1], weights.iterations, x.dtype)
-        dx, dweight = hyper_connection_streams.read_backward(
-            x, weights.weight, mapped.pre, mapped.res, scale, dprojected, coefficient, du, grad.contiguous())
-        return dx, dweight, dalpha, dbias
+        dpre = hyper_connection_streams.read_products(x, du, len(x) if num_live is None else num_live)
+        through = hyper_connection_mappings.mappings_backward(
+            mapped.projected, mapped.root, weights.alpha, weights.bias, mapped.res, scale, dpre, dpost.contiguous(), dres.contiguous(),
+            x.shape[1], weights.iterations, x.dtype)
+        dx, dweight = hyper_connection_streams.read_backward(x, weights.weight, mapped.pre, through, du, grad.contiguous())
+        return dx, dweight, through.alpha, through.bias
     return read_backward_in_torch(x, weights, mapped, du, grad, scale, dpost, dres)
 
 
@@ -287,9 +359,9 @@ class _Read(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, alpha, bias, num_streams, iterations, chain, scale):
-        u, mapped = read(x, Weights(weight, alpha, bias, num_streams, iterations))
-        ctx.shape = (num_streams, iterations)
+    def forward(ctx, x, weight, alpha, bias, num_streams, iterations, chain, scale, num_live, projection):
+        u, mapped = read(x, Weights(weight, alpha, bias, num_streams, iterations), projection)
+        ctx.shape, ctx.num_live = (num_streams, iterations), num_live
         ctx.source = _Source.of(ctx, x, chain, mapped.pre, mapped.res, mapped.projected, mapped.root, scale, weight, alpha, bias)
         return u, x, mapped.post, mapped.res
 
@@ -298,27 +370,33 @@ class _Read(torch.autograd.Function):
     def backward(ctx, du, grad, dpost, dres):
         x, pre, res, projected, root, scale, *parameters = ctx.source.tensors(ctx)
         mapped = Mapped(pre, None, res, projected, root)
-        return *read_backward(x, Weights(*parameters, *ctx.shape), mapped, du, grad, scale, dpost, dres), None, None, None, None
+        gradients = read_backward(x, Weights(*parameters, *ctx.shape), mapped, du, grad, scale, dpost, dres, ctx.num_live)
+        return *gradients, None, None, None, None, None, None
 
 
 class _Write(torch.autograd.Function):
-    """The new streams of x and y. Saved: x (or its place in a chain), y, H_post and the scale.
+    """The new streams of x and y, and what `weight` projects them to (see Streams), which has no gradient: that of the streams, which the
+    read makes, has all of it. Saved: x (or its place in a chain), y, H_post and the scale.
 
     Back with x goes the gradient of the new streams as it is, see HyperConnection.read.
     """
 
     @staticmethod
-    def forward(ctx, x, y, post, res, scale, chain):
-        ctx.source = _Source.of(ctx, x, chain, y, post, scale)
+    def forward(ctx, x, y, mix, post, res, chain, weight):
+        ctx.source, ctx.num_live = _Source.of(ctx, x, chain, y, post, mix.scale), mix.num_live
         if chain is not None:
-            chain.add(y, Mix(post, res, scale))
-        return mixed(x, y, post, res, scale)
+            chain.add(y, mix)
+        new, projection = mixed_and_projected(x, y, mix, weight)
+        if projection is not None:
+            ctx.mark_non_differentiable(projection)
+        return new, projection
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad):
+    def backward(ctx, grad, _):
         x, y, post, scale = ctx.source.tensors(ctx)
-        return grad, *mixed_backward(x, y, post, scale, grad), None, None
+        dy, dpost, dres = mixed_backward(x, y, post, scale, grad, ctx.num_live)
+        return grad, dy, None, dpost, dres, None, None
 
 
 @dataclass(frozen=True)

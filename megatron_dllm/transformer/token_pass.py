@@ -98,6 +98,12 @@ class TokenPass:
         """Rows of fill in our piece, which come last."""
         return min(max((self.split.rank + 1) * self.num_own - self.num_tokens, 0), self.num_own)
 
+    @property
+    def num_own_live(self) -> int | None:
+        """Rows of our piece that may get a gradient that is not zero, which come first (None: all)."""
+        num_live = None if self.draws is None else self.draws.num_live
+        return None if num_live is None else min(max(num_live - self.split.rank * self.num_own, 0), self.num_own)
+
     def own_tokens(self, values: Tensor) -> Tensor:
         """Of values of all T tokens those of our piece, without fill."""
         first = self.split.rank * self.num_own

@@ -1,4 +1,4 @@
-"""kernels.hyper_connection_mappings and _streams against the torch path of transformer.hyper_connection in float64."""
+"""kernels.hyper_connection_projection, _mappings and _streams against the torch path of transformer.hyper_connection in float64."""
 
 import pytest
 import torch
@@ -7,9 +7,9 @@ from megatron_dllm.transformer import hyper_connection as plain
 from tests.unit.kernel_cases import DEVICES, need_kernels
 
 # Tokens, streams, hidden: whole tiles, rests of them, one token, none, streams that are no power of two, one stream.
-SHAPES = [(17, 4, 40), (65, 4, 36), (5, 3, 33), (1, 2, 16), (0, 4, 8), (9, 1, 24)]
+SHAPES = [(17, 4, 40), (67, 4, 36), (5, 3, 33), (1, 2, 16), (0, 4, 8), (9, 1, 24)]
 STREAMS = [(5, 4, 130), (3, 3, 33), (1, 2, 16), (0, 4, 8), (2, 1, 24)]  # a program a token
-ITERATIONS = 20
+ITERATIONS = 3
 # Units of rounding of the largest: one for results of 16 bits; more for fp32, where sums over tokens and columns come in another order.
 UNITS = {torch.bfloat16: 1, torch.float32: 16}
 
@@ -48,32 +48,61 @@ def doubled(tensors):
     return [t.double() if t is not None else None for t in tensors]
 
 
+def read(x, parameters, grads, num_live, dtype):
+    """All that a read gives, and the gradients of x and the parameters, of which rows from `num_live` on have none."""
+    from megatron_dllm.kernels import hyper_connection_mappings, hyper_connection_projection, hyper_connection_streams
+
+    weight, alpha, bias = parameters
+    du, grad, scale, dpost, dres = grads
+    n = dpost.shape[1]
+    u, *mapped = hyper_connection_mappings.read(x, hyper_connection_projection.project(x, weight, n), alpha, bias, n, ITERATIONS)
+    mapped = plain.Mapped(*mapped)
+    through = hyper_connection_mappings.mappings_backward(
+        mapped.projected, mapped.root, alpha, bias, mapped.res, scale, hyper_connection_streams.read_products(x, du, num_live), dpost, dres,
+        x.shape[1], ITERATIONS, dtype)
+    dx, dweight = hyper_connection_streams.read_backward(x, weight, mapped.pre, through, du, grad)
+    return [u, *mapped], [dx, dweight, through.alpha, through.bias]
+
+
 @DEVICES
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape, scaled", [(shape, shape[0] != 65) for shape in SHAPES], ids=str)
+@pytest.mark.parametrize("shape, scaled", [(shape, shape[0] != 67) for shape in SHAPES], ids=str)
 def test_read(shape, scaled, dtype, device):
     need_kernels(device)
-    from megatron_dllm.kernels import hyper_connection_mappings, hyper_connection_streams
-
     n = shape[1]
     x, parameters, grads = read_inputs(shape, dtype, device)
     grads = grads if scaled else (*grads[:2], None, *grads[3:])
     weights, wide = (plain.Weights(*p, n, ITERATIONS) for p in (parameters, doubled(parameters)))
     exact_u, exact = plain.read_in_torch(x.double(), wide)
     plain_u, theirs = plain.read_in_torch(x, weights)
-    u, *mapped = hyper_connection_mappings.read(x, *parameters, n, ITERATIONS)
-    mapped = plain.Mapped(*mapped)
-    assert_close([u, *mapped], [plain_u, *theirs], [exact_u, *exact])
-
+    made, gradients = read(x, parameters, grads, len(x), dtype)
+    assert_close(made, [plain_u, *theirs], [exact_u, *exact])
     expected = plain.read_backward_in_torch(x.double(), wide, exact, *doubled(grads))
-    plainly = plain.read_backward_in_torch(x, weights, theirs, *grads)
-    dprojected, coefficient, dalpha, dbias = hyper_connection_mappings.mappings_backward(
-        mapped.projected, mapped.root, *parameters[1:], hyper_connection_streams.read_products(x, grads[0]), *grads[3:], x.shape[1],
-        ITERATIONS, dtype)
-    du, grad, scale, *_ = grads
-    dx, dweight = hyper_connection_streams.read_backward(
-        x, parameters[0], mapped.pre, mapped.res, scale, dprojected, coefficient, du, grad)
-    assert_close([dx, dweight, dalpha, dbias], plainly, expected)
+    assert_close(gradients, plain.read_backward_in_torch(x, weights, theirs, *grads), expected)
+
+
+@DEVICES
+@pytest.mark.parametrize("num_live", [0, 3])
+def test_rows_without_gradient_are_not_read(num_live, device):
+    """What comes back for them is anything, here nothing that is a number; their own gradients are zero."""
+    need_kernels(device)
+    from megatron_dllm.kernels import hyper_connection_streams as kernel
+
+    x, parameters, grads = read_inputs((35, 2, 20), torch.bfloat16, device)
+    y = draw(35, 20, seed=9, dtype=torch.bfloat16, device=device)
+    known, unknown = (tuple(g.clone() for g in grads) for _ in range(2))
+    for index in (0, 1, 3, 4):
+        known[index][num_live:] = 0
+        unknown[index][num_live:] = float("nan")
+    made, expected = read(x, parameters, known, 35, torch.bfloat16)
+    _, found = read(x, parameters, unknown, num_live, torch.bfloat16)
+    assert not found[0][num_live:].any() and not expected[0][num_live:].any()
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4 if ours.dtype == torch.float32 else 1e-2, atol=1e-4)
+    expected = kernel.merge_backward(x, y, made[2], known[2], known[1], 35)
+    found = kernel.merge_backward(x, y, made[2], known[2], unknown[1], num_live)
+    assert torch.equal(found[0], expected[0]) and not found[0][num_live:].any()
+    assert all(torch.equal(ours[:num_live], theirs[:num_live]) for ours, theirs in zip(found[1:], expected[1:], strict=True))
 
 
 @DEVICES
@@ -82,6 +111,7 @@ def test_read(shape, scaled, dtype, device):
 @pytest.mark.parametrize("shape", STREAMS, ids=str)
 def test_merge(shape, dtype, scaled, device):
     need_kernels(device)
+    from megatron_dllm.kernels import hyper_connection_projection as projection
     from megatron_dllm.kernels import hyper_connection_streams as kernel
 
     tokens, n, hidden = shape
@@ -91,22 +121,68 @@ def test_merge(shape, dtype, scaled, device):
     given = [x, y, *mix, draw(tokens, 1, seed=9, **at) if scaled else None]
     exact, theirs = plain.mixed_in_torch(*doubled(given)), plain.mixed_in_torch(*given)
     assert_close([kernel.merge(*given)], [theirs], [exact])
+    weight = draw(n * n + 2 * n, n * hidden, seed=10, dtype=torch.float32, device=device)
+    new, projected = projection.merge_and_project(*given, weight)
+    assert_close([new], [theirs], [exact])
+    wide = torch.cat([new.double() @ weight.double().T, new.double().square().sum(1, keepdim=True)], 1)
+    in_fp32 = torch.cat([new.float() @ weight.T, new.float().square().sum(1, keepdim=True)], 1)
+    assert_close([projected.sum(1)], [in_fp32], [wide])
     given = [x, y, mix[0], given[-1], grad]
-    assert_close(kernel.merge_backward(*given), plain.mixed_backward_in_torch(*given), plain.mixed_backward_in_torch(*doubled(given)))
+    assert_close(kernel.merge_backward(*given, tokens), plain.mixed_backward_in_torch(*given),
+                 plain.mixed_backward_in_torch(*doubled(given)))
+
+
+@DEVICES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", STREAMS, ids=str)
+def test_expansion_and_contraction(shape, dtype, device):
+    need_kernels(device)
+    from megatron_dllm.kernels import hyper_connection_streams as kernel
+
+    tokens, n, hidden = shape
+    x = draw(tokens, n * hidden, seed=1, dtype=dtype, device=device)
+    assert_close([kernel.sum_streams(x, n, 1 / n)], [x.float().unflatten(1, (n, -1)).mean(1).to(dtype)],
+                 [x.double().unflatten(1, (n, -1)).mean(1)])
+    assert torch.equal(kernel.spread(x, n, 0.5), (x * 0.5).repeat(1, n))
+
+
+@DEVICES
+def test_connections_one_after_the_other(device, monkeypatch):
+    """As autograd functions: what the second reads was projected by the first one's write."""
+    need_kernels(device)
+    monkeypatch.setattr(plain, "takes", lambda *tensors: all(x is None or x.dtype != torch.float64 for x in tensors))
+    n, hidden, tokens, num_live = 2, 20, 5, 3
+    first, second = (draw(n * n + 2 * n, n * hidden, seed=seed, dtype=torch.float32, device=device, scale=0.2) for seed in (1, 2))
+    alpha, bias = torch.tensor([0.7, 1.3, 0.9], device=device), draw(n * n + 2 * n, seed=3, dtype=torch.float32, device=device)
+    x, y, scale = (draw(tokens, width, seed=width, dtype=torch.float32, device=device) for width in (n * hidden, hidden, 1))
+    live = (torch.arange(tokens, device=device) < num_live)[:, None]
+
+    def run(dtype, reads_ahead):
+        leaves = [t.to(dtype).requires_grad_() for t in (x, y, first, second, alpha, bias)]
+        streams, written, one, two, gates, shift = leaves
+        u, streams, post, res = plain._Read.apply(streams, one, gates, shift, n, ITERATIONS, None, None, num_live, None)
+        ahead = two.detach() if reads_ahead else None
+        streams, projection = plain._Write.apply(streams, u * written, plain.Mix(post, res, None, num_live), post, res, None, ahead)
+        assert (projection is None) == (not reads_ahead or dtype == torch.float64)
+        u, streams, post, res = plain._Read.apply(streams, two, gates, shift, n, ITERATIONS, None, scale.to(dtype), num_live, projection)
+        mix = plain.Mix(post, res, scale.to(dtype), num_live)
+        streams, _ = plain._Write.apply(streams, u.square(), mix, post, res, None, None)
+        total = plain.contract_streams(plain.expand_streams(streams, 2), 2)
+        return [total, *torch.autograd.grad((total.sin() * live).sum(), leaves)]
+
+    exact = run(torch.float64, True)
+    for found in (run(torch.float32, True), run(torch.float32, False)):
+        for ours, theirs in zip(found, exact, strict=True):
+            torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-5)
 
 
 @DEVICES
 def test_kernels_repeat_bit_for_bit(device):
     need_kernels(device)
-    from megatron_dllm.kernels import hyper_connection_mappings, hyper_connection_streams
 
     def once():
-        x, parameters, grads = read_inputs((70, 4, 24), torch.bfloat16, device)
-        _, pre, post, res, projected, root = made = hyper_connection_mappings.read(x, *parameters, 4, ITERATIONS)
-        found = hyper_connection_mappings.mappings_backward(
-            projected, root, *parameters[1:], hyper_connection_streams.read_products(x, grads[0]), *grads[3:], x.shape[1], ITERATIONS,
-            x.dtype)
-        du, grad, scale, *_ = grads
-        return *made, *found, *hyper_connection_streams.read_backward(x, parameters[0], pre, res, scale, *found[:2], du, grad)
+        x, parameters, grads = read_inputs((18, 2, 24), torch.bfloat16, device)
+        made, gradients = read(x, parameters, grads, 17, torch.bfloat16)
+        return *made, *gradients
 
     assert all(torch.equal(a, b) for a, b in zip(once(), once(), strict=True))

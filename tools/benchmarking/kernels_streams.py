@@ -59,20 +59,24 @@ def _write(data: _Data, mapped: streams.Mapped, forward: Callable[..., Any], bac
 def _kernels() -> dict[str, Callable[..., Any]]:
     """The four functions as kernels, also where tensors are on a CPU and kernels interpreted."""
     from megatron_dllm.kernels import hyper_connection_mappings as mappings
+    from megatron_dllm.kernels import hyper_connection_projection as projection
     from megatron_dllm.kernels import hyper_connection_streams as kernel
 
     def read(x: Tensor, w: streams.Weights) -> tuple[Tensor, streams.Mapped]:
-        u, *mapped = mappings.read(x, w.weight, w.alpha, w.bias, w.num_streams, w.iterations)
+        u, *mapped = mappings.read(x, projection.project(x, w.weight, w.num_streams), w.alpha, w.bias, w.num_streams, w.iterations)
         return u, streams.Mapped(*mapped)
 
     def read_backward(x: Tensor, w: streams.Weights, mapped: streams.Mapped, du: Tensor, grad: Tensor, scale: Tensor, dpost: Tensor,
                       dres: Tensor):
-        dprojected, coefficient, dalpha, dbias = mappings.mappings_backward(
-            mapped.projected, mapped.root, w.alpha, w.bias, kernel.read_products(x, du), dpost, dres, x.shape[1], w.iterations,
-            x.dtype)
-        return *kernel.read_backward(x, w.weight, mapped.pre, mapped.res, scale, dprojected, coefficient, du, grad), dalpha, dbias
+        through = mappings.mappings_backward(
+            mapped.projected, mapped.root, w.alpha, w.bias, mapped.res, scale, kernel.read_products(x, du, len(x)), dpost, dres, x.shape[1],
+            w.iterations, x.dtype)
+        return *kernel.read_backward(x, w.weight, mapped.pre, through, du, grad), through.alpha, through.bias
 
-    return {"read": read, "read_backward": read_backward, "write": kernel.merge, "write_backward": kernel.merge_backward}
+    def write_backward(x: Tensor, y: Tensor, post: Tensor, scale: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+        return kernel.merge_backward(x, y, post, scale, grad, len(x))
+
+    return {"read": read, "read_backward": read_backward, "write": kernel.merge, "write_backward": write_backward}
 
 
 IN_TORCH = {"read": streams.read_in_torch, "read_backward": streams.read_backward_in_torch, "write": streams.mixed_in_torch,
