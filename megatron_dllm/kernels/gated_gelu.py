@@ -60,16 +60,15 @@ def _forward(gate_up, y, weights, slot, num_rows, WIDTH: tl.constexpr, ROWS: tl.
 def _backward(gate_up, dy, dgate_up, y, weights, slot, shares, num_rows, num_live, WIDTH: tl.constexpr, ROWS: tl.constexpr,
               COLUMNS: tl.constexpr):
     """shares fp32 [T * k, tiles of a row]: what each tile adds to the gradient of its row's weight. Of weighted rows those of slots from
-    `num_live` on have a dy of zero, which is not read."""
+    `num_live` on have a dy of zero: nothing of them is read, nothing but shares of zero written."""
     row, column, inside = _place(num_rows, WIDTH, ROWS, COLUMNS)
     at = row * (2 * WIDTH) + column
-    gate = tl.load(gate_up + at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + at + WIDTH, mask=inside, other=0.0).to(tl.float32)
-    given = inside
     if weights is not None:
         place = tl.load(slot + row, mask=row < num_rows, other=0)
-        given = inside & (place < num_live)
-    grad = tl.load(dy + row * WIDTH + column, mask=given, other=0.0).to(tl.float32)
+        inside = inside & (place < num_live)
+    gate = tl.load(gate_up + at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + at + WIDTH, mask=inside, other=0.0).to(tl.float32)
+    grad = tl.load(dy + row * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
     activated, slope = _gelu(gate)
     value = activated * up
     if weights is not None:
@@ -100,7 +99,7 @@ def value(gate_up: Tensor, weighted: RowWeights | None = None) -> Tensor:
 
 def gradient(gate_up: Tensor, dy: Tensor, *, with_value: bool = False, weighted: RowWeights | None = None) -> Gradients:
     """The gradients for that of the value, dy [N, I]; all contiguous. A weight that no row has gets none: the result has no number there
-    that means anything. Rows that are not live have gradients of zero, whatever their dy."""
+    that means anything. Weights of rows that are not live have gradients of zero, whatever their dy; nothing is written for these rows."""
     num_rows, _, width = gate_up.shape
     dgate_up, y, shares = torch.empty_like(gate_up), torch.empty_like(dy) if with_value else None, None
     if weighted is not None:

@@ -63,7 +63,7 @@ def test_weighted_rows(num_rows, width, device):
 
 
 @DEVICES
-def test_rows_that_are_not_live_give_zero(device):
+def test_rows_that_are_not_live_give_zero_to_their_weights_and_are_not_written(device, monkeypatch):
     need_kernels(device)
     from megatron_dllm.kernels import gated_gelu as kernel
     from megatron_dllm.kernels.row_weights import LiveRows, RowWeights
@@ -74,9 +74,10 @@ def test_rows_that_are_not_live_give_zero(device):
     dy[dead] = 0
     want = kernel.gradient(gate_up.detach(), dy, weighted=RowWeights(weights, slot))
     dy[dead] = float("nan")
-    ours = kernel.gradient(gate_up.detach(), dy, weighted=RowWeights(weights, slot, LiveRows(5, slot)))
-    assert torch.equal(ours.gate_up, want.gate_up) and torch.equal(ours.weights, want.weights)
-    assert not ours.gate_up[dead].any() and not ours.weights[5:].any() and ours.weights[:5].all()
+    monkeypatch.setattr(torch, "empty_like", lambda x: torch.full(x.shape, 7.0, dtype=x.dtype, device=x.device))
+    ours = kernel.gradient(gate_up.detach(), dy, with_value=True, weighted=RowWeights(weights, slot, LiveRows(5, slot)))
+    assert torch.equal(ours.gate_up[~dead], want.gate_up[~dead]) and torch.equal(ours.weights, want.weights)
+    assert (ours.gate_up[dead] == 7).all() and (ours.value[dead] == 7).all() and not ours.weights[5:].any() and ours.weights[:5].all()
 
 
 def test_the_torch_path_equals_the_reference():
