@@ -83,26 +83,25 @@ def _narrow(x, a_0, a_1, a_2, low, num_rows, depth, x_stride, low_stride, MATRIC
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _widen(low, b_0, b_1, b_2, y_0, y_1, y_2, num_rows, low_stride, width_0, width_1, width_2, scale, MATRICES: tl.constexpr,
+def _widen(low, b_0, b_1, b_2, y, num_rows, low_stride, y_stride, width_0, width_1, width_2, scale, MATRICES: tl.constexpr,
            PARTS: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
            PRECISION: tl.constexpr):
-    matrix, part, first, _ = _part_of(tl.program_id(0), width_0, width_1, width_2, MATRICES, PARTS, COLUMNS)
+    matrix, part, first, before = _part_of(tl.program_id(0), width_0, width_1, width_2, MATRICES, PARTS, COLUMNS)
     width, b = _pick(matrix, width_0, width_1, width_2, MATRICES), _pick(matrix, b_0, b_1, b_2, MATRICES)
-    y = _pick(matrix, y_0, y_1, y_2, MATRICES)
     row, column, inner = tl.program_id(1) * ROWS + tl.arange(0, ROWS), first + tl.arange(0, COLUMNS), tl.arange(0, INNER)
     low += row[:, None] * low_stride + (matrix * PARTS + part) * RANK + inner[None, :]
     narrow = tl.load(low, mask=(row < num_rows)[:, None] & (inner < RANK)[None, :], other=0.0)
     b += (part * width + column)[None, :] * RANK + inner[:, None]
     wide = tl.load(b, mask=(column < width)[None, :] & (inner < RANK)[:, None], other=0.0)
     value = tl.dot(narrow, wide, input_precision=PRECISION) * scale
-    y += row.to(tl.int64)[:, None] * (PARTS * width) + (part * width + column)[None, :]
+    y += row.to(tl.int64)[:, None] * y_stride + (before + part * width + column)[None, :]
     tl.store(y, value.to(y.dtype.element_ty), mask=(row < num_rows)[:, None] & (column < width)[None, :])
 
 
 @triton.jit
-def _narrow_gradient(number, dy_0, dy_1, dy_2, b_0, b_1, b_2, dlow, num_rows, low_stride, width_0, width_1, width_2, MATRICES: tl.constexpr,
-                     PARTS: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, INNER: tl.constexpr,
-                     STAGES: tl.constexpr, PRECISION: tl.constexpr):
+def _narrow_gradient(number, dy_0, dy_1, dy_2, b_0, b_1, b_2, dlow, num_rows, low_stride, stride_0, stride_1, stride_2, width_0, width_1,
+                     width_2, MATRICES: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
+                     INNER: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr):
     """dlow of ROWS rows and a part."""
     index = number % (MATRICES * PARTS)
     matrix, part = index // PARTS, index % PARTS
@@ -110,7 +109,8 @@ def _narrow_gradient(number, dy_0, dy_1, dy_2, b_0, b_1, b_2, dlow, num_rows, lo
     width = _pick(matrix, width_0, width_1, width_2, MATRICES)
     b = _pick(matrix, b_0, b_1, b_2, MATRICES) + part * width * RANK
     dy = _pick(matrix, dy_0, dy_1, dy_2, MATRICES) + part * width
-    at_dy, at_b = row.to(tl.int64)[:, None] * (PARTS * width) + step[None, :], step[:, None] * RANK + inner[None, :]
+    stride = _pick(matrix, stride_0, stride_1, stride_2, MATRICES)
+    at_dy, at_b = row.to(tl.int64)[:, None] * stride + step[None, :], step[:, None] * RANK + inner[None, :]
     total = tl.zeros((ROWS, INNER), tl.float32)
     for start in tl.range(0, width, STEP, num_stages=STAGES):
         some = tl.load(dy + at_dy + start, mask=(row < num_rows)[:, None] & (start + step < width)[None, :], other=0.0)
@@ -121,9 +121,9 @@ def _narrow_gradient(number, dy_0, dy_1, dy_2, b_0, b_1, b_2, dlow, num_rows, lo
 
 
 @triton.jit
-def _wide_gradient(number, dy_0, dy_1, dy_2, low, db, num_rows, chunk, low_stride, width_0, width_1, width_2, num_wide, scale,
-                   MATRICES: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-                   INNER: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr):
+def _wide_gradient(number, dy_0, dy_1, dy_2, low, db, num_rows, chunk, low_stride, stride_0, stride_1, stride_2, width_0, width_1, width_2,
+                   num_wide, scale, MATRICES: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr,
+                   COLUMNS: tl.constexpr, INNER: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr):
     """What `chunk` rows give to dB of COLUMNS outputs of a part."""
     blocks = tl.cdiv(width_0, COLUMNS) * PARTS
     if MATRICES > 1:
@@ -135,11 +135,12 @@ def _wide_gradient(number, dy_0, dy_1, dy_2, low, db, num_rows, chunk, low_strid
     width = _pick(matrix, width_0, width_1, width_2, MATRICES)
     row, column, inner = tl.arange(0, ROWS), first + tl.arange(0, COLUMNS), tl.arange(0, INNER)
     dy = _pick(matrix, dy_0, dy_1, dy_2, MATRICES) + part * width
+    stride = _pick(matrix, stride_0, stride_1, stride_2, MATRICES)
     low += (matrix * PARTS + part) * RANK
     total = tl.zeros((COLUMNS, INNER), tl.float32)
     for start in tl.range(place * chunk, tl.minimum(place * chunk + chunk, num_rows), ROWS, num_stages=STAGES):
         at, there = (start + row)[:, None], (start + row < num_rows)[:, None]
-        some = tl.load(dy + at.to(tl.int64) * (PARTS * width) + column[None, :], mask=there & (column < width)[None, :], other=0.0)
+        some = tl.load(dy + at.to(tl.int64) * stride + column[None, :], mask=there & (column < width)[None, :], other=0.0)
         narrow = tl.load(low + at * low_stride + inner[None, :], mask=there & (inner < RANK)[None, :], other=0.0)
         total = tl.dot(tl.trans(some), narrow, total, input_precision=PRECISION)
     at_b = (before + part * width + column)[:, None] * RANK + inner[None, :]
@@ -147,17 +148,18 @@ def _wide_gradient(number, dy_0, dy_1, dy_2, low, db, num_rows, chunk, low_strid
 
 
 @triton.jit(do_not_specialize=["num_rows", "chunk", "num_narrow"])
-def _outward(dy_0, dy_1, dy_2, b_0, b_1, b_2, low, dlow, db, num_rows, chunk, num_narrow, low_stride, width_0, width_1, width_2, num_wide,
-             scale, MATRICES: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
-             INNER: tl.constexpr, COLUMNS: tl.constexpr, TALL: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr):
+def _outward(dy_0, dy_1, dy_2, b_0, b_1, b_2, low, dlow, db, num_rows, chunk, num_narrow, low_stride, stride_0, stride_1, stride_2,
+             width_0, width_1, width_2, num_wide, scale, MATRICES: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr,
+             ROWS: tl.constexpr, STEP: tl.constexpr, INNER: tl.constexpr, COLUMNS: tl.constexpr, TALL: tl.constexpr,
+             STAGES: tl.constexpr, PRECISION: tl.constexpr):
     """The first `num_narrow` programs make dlow, the others dB."""
     number = tl.program_id(0)
     if number < num_narrow:
-        _narrow_gradient(number, dy_0, dy_1, dy_2, b_0, b_1, b_2, dlow, num_rows, low_stride, width_0, width_1, width_2, MATRICES, PARTS,
-                         RANK, ROWS, STEP, INNER, STAGES, PRECISION)
+        _narrow_gradient(number, dy_0, dy_1, dy_2, b_0, b_1, b_2, dlow, num_rows, low_stride, stride_0, stride_1, stride_2, width_0,
+                         width_1, width_2, MATRICES, PARTS, RANK, ROWS, STEP, INNER, STAGES, PRECISION)
     else:
-        _wide_gradient(number - num_narrow, dy_0, dy_1, dy_2, low, db, num_rows, chunk, low_stride, width_0, width_1, width_2, num_wide,
-                       scale, MATRICES, PARTS, RANK, TALL, COLUMNS, INNER, STAGES, PRECISION)
+        _wide_gradient(number - num_narrow, dy_0, dy_1, dy_2, low, db, num_rows, chunk, low_stride, stride_0, stride_1, stride_2, width_0,
+                       width_1, width_2, num_wide, scale, MATRICES, PARTS, RANK, TALL, COLUMNS, INNER, STAGES, PRECISION)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_live", "chunk"])
@@ -274,21 +276,21 @@ def narrow(x: Tensor, a: Sequence[Tensor]) -> Tensor:
     return low
 
 
-def widen(low: Tensor, b: Sequence[Tensor], scale: float) -> list[Tensor]:
-    """scale * low B.T [T, P F] of each matrix; b [(P,) F, r] each, contiguous."""
+def widen(low: Tensor, b: Sequence[Tensor], scale: float) -> Tensor:
+    """scale * low B.T of all matrices beside each other, [T, the sum of their P F]; b [(P,) F, r] each, contiguous."""
     num_rows, rank, parts = len(low), b[0].shape[-1], _num_parts(b[0])
-    ys = [low.new_empty(num_rows, each.numel() // rank) for each in b]
+    y = low.new_empty(num_rows, sum(each.numel() for each in b) // rank)
     rows, columns = 64, 128
     blocks = sum(parts * triton.cdiv(each.shape[-2], columns) for each in b)
     if num_rows:
         _widen[(blocks, triton.cdiv(num_rows, rows))](
-            low, *_three(b), *_three(ys), num_rows, low.stride(0), *_widths(b), scale, MATRICES=len(b), PARTS=parts, RANK=rank, ROWS=rows,
-            COLUMNS=columns, INNER=_columns(rank), PRECISION=_precision(low))
-    return ys
+            low, *_three(b), y, num_rows, low.stride(0), y.stride(0), *_widths(b), scale, MATRICES=len(b), PARTS=parts, RANK=rank,
+            ROWS=rows, COLUMNS=columns, INNER=_columns(rank), PRECISION=_precision(low))
+    return y
 
 
 def outward(dys: Sequence[Tensor], b: Sequence[Tensor], low: Tensor, scale: float, num_live: int) -> tuple[Tensor, Tensor]:
-    """dlow [n, R], and dB in parts, fp32 [parts, all of B], of contiguous dys [T, P F] each and low [T, R]."""
+    """dlow [n, R], and dB in parts, fp32 [parts, all of B], of dys [T, P F], whose rows may be strided, and low [T, R]."""
     rank, parts, rows, columns, tall = b[0].shape[-1], _num_parts(b[0]), 16, 64, 64
     num_wide, chunk = sum(each.numel() for each in b), _chunk(num_live, tall)
     num_chunks = triton.cdiv(num_live, chunk)
@@ -297,9 +299,9 @@ def outward(dys: Sequence[Tensor], b: Sequence[Tensor], low: Tensor, scale: floa
     blocks = sum(parts * triton.cdiv(each.shape[-2], columns) for each in b)
     if num_live:
         _outward[(num_narrow + blocks * num_chunks,)](
-            *_three(dys), *_three(b), low, dlow, db, num_live, chunk, num_narrow, low.stride(0), *_widths(b), num_wide, scale,
-            MATRICES=len(b), PARTS=parts, RANK=rank, ROWS=rows, STEP=_step(low), INNER=_columns(rank), COLUMNS=columns, TALL=tall, STAGES=4,
-            PRECISION=_precision(low))
+            *_three(dys), *_three(b), low, dlow, db, num_live, chunk, num_narrow, low.stride(0), *_three([dy.stride(0) for dy in dys]),
+            *_widths(b), num_wide, scale, MATRICES=len(b), PARTS=parts, RANK=rank, ROWS=rows, STEP=_step(low), INNER=_columns(rank),
+            COLUMNS=columns, TALL=tall, STAGES=4, PRECISION=_precision(low))
     return dlow, db
 
 

@@ -55,8 +55,9 @@ def _forward(query, key, value, query_weight, key_weight, cos, sin, out_query, o
 
 
 @triton.jit
-def _backward_of(x, weight, cos, sin, inverse_root, dturned, dplain, dx, tile, num_tokens, token_stride, head_stride, HEADS: tl.constexpr,
-                 HALF: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _backward_of(x, weight, cos, sin, inverse_root, dturned, dplain, dx, tile, num_tokens, token_stride, head_stride, dx_stride,
+                 HEADS: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """dx has the heads of a token one after the other, and tokens at `dx_stride`."""
     row, strided, dense, angle, inside = places(tile * ROWS, num_tokens * HEADS, token_stride, head_stride, HEADS, HALF, ROWS, COLUMNS)
     root = tl.load(inverse_root + row, mask=row < num_tokens * HEADS, other=0.0)[:, None]
     low, high = load(x, strided, inside) * root, load(x, strided + HALF, inside) * root
@@ -71,24 +72,26 @@ def _backward_of(x, weight, cos, sin, inverse_root, dturned, dplain, dx, tile, n
         grad_low += load(dplain, dense, inside)
         grad_high += load(dplain, dense + HALF, inside)
     projection = tl.sum(grad_low * low + grad_high * high, 1)[:, None] / (2 * HALF)
-    tl.store(dx + dense, ((grad_low - low * projection) * root).to(dx.dtype.element_ty), mask=inside)
-    tl.store(dx + dense + HALF, ((grad_high - high * projection) * root).to(dx.dtype.element_ty), mask=inside)
+    dx += ((row // HEADS).to(tl.int64) * dx_stride + row % HEADS * (2 * HALF))[:, None] + tl.arange(0, COLUMNS)[None, :]
+    tl.store(dx, ((grad_low - low * projection) * root).to(dx.dtype.element_ty), mask=inside)
+    tl.store(dx + HALF, ((grad_high - high * projection) * root).to(dx.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def _backward(query, key, value, query_weight, key_weight, cos, sin, roots, dout_query, dout_key, dout_value, dquery, dkey, dvalue,
-              num_tokens, query_stride, query_head_stride, key_stride, key_head_stride, value_stride, value_head_stride,
-              HEADS: tl.constexpr, GROUPS: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _backward(query, key, value, query_weight, key_weight, cos, sin, roots, dout_query, dout_key, dout_value, dx, num_tokens,
+              query_stride, query_head_stride, key_stride, key_head_stride, value_stride, value_head_stride, dx_stride, HEADS: tl.constexpr,
+              GROUPS: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     tile, of_query, of_key = tl.program_id(0), tl.cdiv(num_tokens * HEADS, ROWS), tl.cdiv(num_tokens * GROUPS, ROWS)
     if tile < of_query:
-        _backward_of(query, query_weight, cos, sin, roots, dout_query, None, dquery, tile, num_tokens, query_stride, query_head_stride,
-                     HEADS, HALF, ROWS, COLUMNS)
+        _backward_of(query, query_weight, cos, sin, roots, dout_query, None, dx, tile, num_tokens, query_stride, query_head_stride,
+                     dx_stride, HEADS, HALF, ROWS, COLUMNS)
     elif tile < of_query + of_key:
-        _backward_of(key, key_weight, cos, sin, roots + num_tokens * HEADS, dout_key, dout_value if value is None else None, dkey,
-                     tile - of_query, num_tokens, key_stride, key_head_stride, GROUPS, HALF, ROWS, COLUMNS)
+        _backward_of(key, key_weight, cos, sin, roots + num_tokens * HEADS, dout_key, dout_value if value is None else None,
+                     dx + HEADS * 2 * HALF, tile - of_query, num_tokens, key_stride, key_head_stride, dx_stride, GROUPS, HALF, ROWS,
+                     COLUMNS)
     elif value is not None:
-        _backward_of(value, None, None, None, roots + num_tokens * (HEADS + GROUPS), None, dout_value, dvalue, tile - of_query - of_key,
-                     num_tokens, value_stride, value_head_stride, GROUPS, HALF, ROWS, COLUMNS)
+        _backward_of(value, None, None, None, roots + num_tokens * (HEADS + GROUPS), None, dout_value, dx + (HEADS + GROUPS) * 2 * HALF,
+                     tile - of_query - of_key, num_tokens, value_stride, value_head_stride, dx_stride, GROUPS, HALF, ROWS, COLUMNS)
 
 
 def _launch(query: Tensor, key: Tensor, value: Tensor | None) -> tuple[tuple[int], list[int], dict[str, int]]:
@@ -103,7 +106,8 @@ def _launch(query: Tensor, key: Tensor, value: Tensor | None) -> tuple[tuple[int
 
 
 class _NormHeads(torch.autograd.Function):
-    """Saved: the inputs as given, the angles, and the inverse roots, fp32, a number a head."""
+    """Saved: the inputs as given, the angles, and the inverse roots, fp32, a number a head. The gradients are parts of one tensor, as the
+    gradient of a fused projection is."""
 
     @staticmethod
     def forward(ctx, query: Tensor, key: Tensor, value: Tensor | None, query_weight: Tensor, key_weight: Tensor, cos: Tensor, sin: Tensor,
@@ -122,12 +126,14 @@ class _NormHeads(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, *douts: Tensor):
         query, key, value, *others = ctx.saved_tensors
-        gradients = [None if x is None else x.new_empty(x.shape) for x in (query, key, value)]
+        heads, groups, num_values = query.shape[1], key.shape[1], 0 if value is None else value.shape[1]
+        dx = query.new_empty(len(query), heads + groups + num_values, query.shape[2])
         programs, strides, shape = _launch(query, key, value)
         if len(query):
-            _backward[programs](query, key, value, *others, *(dout.contiguous() for dout in douts), *gradients, len(query), *strides,
+            _backward[programs](query, key, value, *others, *(dout.contiguous() for dout in douts), dx, len(query), *strides, dx.stride(0),
                                 **shape)
-        return *gradients, *[None] * 5
+        dquery, dkey, dvalue = dx.split([heads, groups, num_values], 1)
+        return dquery, dkey, None if value is None else dvalue, *[None] * 5
 
 
 def norm_heads(query: Tensor, key: Tensor, value: Tensor | None, query_weight: Tensor, key_weight: Tensor, cos: Tensor, sin: Tensor,

@@ -108,7 +108,10 @@ def by_kernels(x: Tensor, weights: Sequence[Tensor], a: Sequence[Parameter], b: 
 
 
 class _ByKernels(torch.autograd.Function):
-    """Inputs after `count`: so many weights, A and B, and a ticket of each A and B where there are `mains`."""
+    """Inputs after `count`: so many weights, A and B, and a ticket of each A and B where there are `mains`.
+
+    Weights that lie one after the other make one product. The y_i are columns of one tensor.
+    """
 
     @staticmethod
     def forward(ctx, x: Tensor, scale: float, num_live: int | None, mains: list[MainGradient] | None, count: int,
@@ -118,12 +121,13 @@ class _ByKernels(torch.autograd.Function):
         x = x if x.stride(1) == 1 else x.contiguous()
         weights, a, b = (tensors[count * i:count * (i + 1)] for i in range(3))
         low = low_rank.narrow(x, a)
-        ys = low_rank.widen(low, b, scale)
-        for y, weight in zip(ys, weights, strict=True):
+        all_y, whole = low_rank.widen(low, b, scale), joined(weights, 0)
+        ys = all_y.split([len(weight) for weight in weights], 1)
+        for y, weight in zip(ys, weights, strict=True) if whole is None else ((all_y, whole),):
             y.addmm_(x, weight.t())
         ctx.save_for_backward(x, low, *weights, *a, *b)
         ctx.scale, ctx.num_live, ctx.mains, ctx.count = scale, len(x) if num_live is None else num_live, mains, count
-        return tuple(ys)
+        return ys
 
     @staticmethod
     @once_differentiable
@@ -132,11 +136,15 @@ class _ByKernels(torch.autograd.Function):
 
         (x, low, *tensors), count, scale, num_live = ctx.saved_tensors, ctx.count, ctx.scale, ctx.num_live
         weights, a, b = (tensors[count * i:count * (i + 1)] for i in range(3))
-        dys = [dy.contiguous() for dy in dys]
+        dys = [dy if dy.stride(1) == 1 else dy.contiguous() for dy in dys]
         dlow, db = low_rank.outward(dys, b, low, scale, num_live)
         dx, da = low_rank.inward(dlow, a, x, scale, wants_x=ctx.needs_input_grad[0])
         if dx is not None:
-            add_input_gradient(dx[:num_live], dys, weights)
+            all_dy, whole = joined(dys, 1), joined(weights, 0)
+            if all_dy is None or whole is None:
+                add_input_gradient(dx[:num_live], dys, weights)
+            else:
+                add_input_gradient(dx[:num_live], [all_dy], [whole])
         if ctx.mains is None:
             totals = [torch.empty_like(each) for each in (*a, *b)]
         else:
@@ -146,3 +154,16 @@ class _ByKernels(torch.autograd.Function):
         if ctx.mains is None:
             return dx, *none, *totals
         return dx, *none, *[None] * len(totals), *(main.ticket.new_empty(0) for main in ctx.mains)
+
+
+def joined(tensors: Sequence[Tensor], dim: int) -> Tensor | None:
+    """The matrix that has these side by side along `dim` as views; None where they do not lie so."""
+    first, place = tensors[0], tensors[0].data_ptr()
+    for each in tensors:
+        if (each.stride() != first.stride() or each.data_ptr() != place
+                or each.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()):
+            return None
+        place += each.shape[dim] * each.stride(dim) * each.itemsize
+    shape = list(first.shape)
+    shape[dim] = sum(each.shape[dim] for each in tensors)
+    return first.as_strided(shape, first.stride())

@@ -3,8 +3,9 @@ import pytest
 import torch
 
 from megatron_dllm.parallel import MainGradient
-from megatron_dllm.tensor_parallel.adapted_linear import by_kernels
+from megatron_dllm.tensor_parallel.adapted_linear import by_kernels, joined
 from tests.unit.kernel_cases import DEVICES, check, draw, need_kernels
+from tests.unit.launch_count import LaunchCounter
 
 SCALE = 1.5
 # rank, inputs, outputs: of each matrix; (2, n) of a fused one
@@ -96,6 +97,34 @@ def test_gradients_are_added_to_their_buffers(kind, wants_x, device):
     assert sorted(then) == sorted([*range(2 * count)] * 2) and all(each.grad is None for each in (*a, *b))
     for number, (total, right) in enumerate(zip(totals, want[wants_x:], strict=True)):
         assert ((total - number) / 4 - right).abs().max() <= 2**-7 * right.abs().max()
+
+
+@DEVICES
+def test_weights_that_lie_together_make_one_product(device):
+    need_kernels(device)
+    (x, *tensors), dy = arguments("three of one input", 37, torch.float32, device)
+    apart, factors = tensors[:3], tensors[3:]
+    together = torch.cat(apart).split([len(weight) for weight in apart])
+    wanted = [each for each in (x, *factors) if each.requires_grad]
+
+    def results(weights):
+        with LaunchCounter() as counter:
+            y = by_kernel()(x, *weights, *factors)
+            found = [y.detach(), *torch.autograd.grad(y, wanted, dy)]
+        return found, sum(number for name, number in counter.launches.items() if name.startswith("addmm_"))
+
+    (one, number), (three, number_apart) = results(together), results(apart)
+    assert (number, number_apart) == (2, 6)
+    for got, want in zip(one, three, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5 * want.abs().max())
+
+
+def test_joined():
+    whole = torch.arange(30.0).view(6, 5)
+    assert torch.equal(joined(whole.split([1, 2, 3]), 0), whole) and torch.equal(joined(whole.split([2, 3], 1), 1), whole)
+    assert torch.equal(joined(whole[:, 1:].split([2, 2], 1), 1), whole[:, 1:])
+    assert joined((whole[:1], whole[2:]), 0) is None and joined((whole[:1], whole[1:].clone()), 0) is None
+    assert joined((whole[:, :2], whole[:, 2:].contiguous()), 1) is None
 
 
 @DEVICES

@@ -8,6 +8,7 @@ from megatron_dllm.config import LoRAConfig, parse
 from megatron_dllm.models.diffusion_gemma.build import build_model
 from megatron_dllm.models.diffusion_gemma.lora import TARGETS, add_adapters, is_adapter
 from megatron_dllm.parallel import ParallelContext
+from megatron_dllm.tensor_parallel.adapted_linear import joined
 from megatron_dllm.tensor_parallel.initialization import Initializer
 from megatron_dllm.training.optimizer import MasterOptimizer
 from tests.unit.toy import CONFIG, toy_inputs, toy_model, toy_plan
@@ -66,6 +67,16 @@ def test_adapters_are_what_merged_weights_are(target):
             of_weight, b, gradient = of_weight.flatten(1, 2), b.flatten(1, 2), gradient.flatten(1, -2)
         wanted = of_weight @ a.mT if name.endswith(".b") else b.mT @ of_weight
         torch.testing.assert_close(gradient, wanted * ALPHA / RANK, rtol=1e-9, atol=1e-13)
+
+
+def test_projections_of_one_input_lie_together():
+    before = {name: parameter.detach().clone() for name, parameter in toy_model().named_parameters()}
+    model = adapted(("attention",))
+    for block in model.layers.values():
+        attention = block.attention
+        layers = [layer for layer in (attention.q_proj, attention.k_proj, attention.v_proj) if layer is not None]
+        assert joined([layer.weight for layer in layers], 0) is not None
+    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters() if name in before)
 
 
 @pytest.mark.parametrize("recompute", [("block",), ("moe", "mlp", "core_attn")], ids=["full", "selective"])

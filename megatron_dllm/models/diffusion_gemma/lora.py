@@ -6,7 +6,9 @@ gradient or state.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+import torch
 
 from ...config import LoRAConfig
 from ...moe.adapters import ExpertAdapter, RouterAdapter
@@ -15,6 +17,7 @@ from ...moe.router import Router
 from ...tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from ...tensor_parallel.adapters import ColumnAdapter, LowRank, RowAdapter
 from ...tensor_parallel.initialization import Init
+from ...transformer.attention import SelfAttention
 from ...transformer.precision import freeze
 from .model import DiffusionGemma
 
@@ -44,6 +47,9 @@ def add_adapters(model: DiffusionGemma, config: LoRAConfig, init: Init) -> None:
                              "leave the target out")
         for name, module in found:
             ADD[type(module)](name, module, common)
+    for module in model.modules():
+        if isinstance(module, SelfAttention):
+            _lay_together([layer for layer in (module.q_proj, module.k_proj, module.v_proj) if layer is not None])
 
 
 def is_adapter(name: str) -> bool:
@@ -54,6 +60,16 @@ def is_adapter(name: str) -> bool:
 def is_base(name: str) -> bool:
     """Whether a tensor's global name is that of what adapters stand beside."""
     return not is_adapter(name)
+
+
+def _lay_together(layers: Sequence[ColumnParallelLinear]) -> None:
+    """Have the frozen weights of layers with one input and adapters lie one after the other: they then make one product."""
+    if any(layer.factors is None for layer in layers):
+        return
+    weights = [layer.weight for layer in layers]
+    whole = torch.cat([weight.detach() for weight in weights])
+    for weight, part in zip(weights, whole.split([len(weight) for weight in weights]), strict=True):
+        weight.data = part
 
 
 def _add_to_column(name: str, linear: ColumnParallelLinear, common: LowRank) -> None:
