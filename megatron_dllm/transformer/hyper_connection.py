@@ -389,6 +389,7 @@ class _Write(torch.autograd.Function):
         new, projection = mixed_and_projected(x, y, mix, weight)
         if projection is not None:
             ctx.mark_non_differentiable(projection)
+            ctx.set_materialize_grads(False)  # it has none, and zeros in its place would be as large
         return new, projection
 
     @staticmethod
