@@ -99,13 +99,12 @@ def _widen(low, b_0, b_1, b_2, y, num_rows, low_stride, y_stride, width_0, width
 
 
 @triton.jit
-def _narrow_gradient(number, dy_0, dy_1, dy_2, b_0, b_1, b_2, dlow, num_rows, low_stride, stride_0, stride_1, stride_2, width_0, width_1,
-                     width_2, MATRICES: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
-                     INNER: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr):
-    """dlow of ROWS rows and a part."""
-    index = number % (MATRICES * PARTS)
+def _narrow_gradient(index, row, dy_0, dy_1, dy_2, b_0, b_1, b_2, dlow, num_rows, low_stride, stride_0, stride_1, stride_2, width_0,
+                     width_1, width_2, MATRICES: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr,
+                     STEP: tl.constexpr, INNER: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr):
+    """dlow of these ROWS rows, of a part of a matrix."""
     matrix, part = index // PARTS, index % PARTS
-    row, step, inner = number // (MATRICES * PARTS) * ROWS + tl.arange(0, ROWS), tl.arange(0, STEP), tl.arange(0, INNER)
+    step, inner = tl.arange(0, STEP), tl.arange(0, INNER)
     width = _pick(matrix, width_0, width_1, width_2, MATRICES)
     b = _pick(matrix, b_0, b_1, b_2, MATRICES) + part * width * RANK
     dy = _pick(matrix, dy_0, dy_1, dy_2, MATRICES) + part * width
@@ -121,21 +120,14 @@ def _narrow_gradient(number, dy_0, dy_1, dy_2, b_0, b_1, b_2, dlow, num_rows, lo
 
 
 @triton.jit
-def _wide_gradient(number, dy_0, dy_1, dy_2, low, db, num_rows, chunk, low_stride, stride_0, stride_1, stride_2, width_0, width_1, width_2,
-                   num_wide, scale, MATRICES: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr,
+def _wide_gradient(block, place, dy_0, dy_1, dy_2, low, db, num_rows, chunk, low_stride, stride_0, stride_1, stride_2, width_0, width_1,
+                   width_2, num_wide, scale, MATRICES: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr,
                    COLUMNS: tl.constexpr, INNER: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr):
-    """What `chunk` rows give to dB of COLUMNS outputs of a part."""
-    blocks = tl.cdiv(width_0, COLUMNS) * PARTS
-    if MATRICES > 1:
-        blocks += tl.cdiv(width_1, COLUMNS)
-    if MATRICES > 2:
-        blocks += tl.cdiv(width_2, COLUMNS)
-    place = number // blocks
-    matrix, part, first, before = _part_of(number % blocks, width_0, width_1, width_2, MATRICES, PARTS, COLUMNS)
-    width = _pick(matrix, width_0, width_1, width_2, MATRICES)
+    """What `chunk` rows give to dB of a block of COLUMNS outputs."""
+    matrix, part, first, before = _part_of(block, width_0, width_1, width_2, MATRICES, PARTS, COLUMNS)
+    width, stride = _pick(matrix, width_0, width_1, width_2, MATRICES), _pick(matrix, stride_0, stride_1, stride_2, MATRICES)
     row, column, inner = tl.arange(0, ROWS), first + tl.arange(0, COLUMNS), tl.arange(0, INNER)
     dy = _pick(matrix, dy_0, dy_1, dy_2, MATRICES) + part * width
-    stride = _pick(matrix, stride_0, stride_1, stride_2, MATRICES)
     low += (matrix * PARTS + part) * RANK
     total = tl.zeros((COLUMNS, INNER), tl.float32)
     for start in tl.range(place * chunk, tl.minimum(place * chunk + chunk, num_rows), ROWS, num_stages=STAGES):
@@ -147,19 +139,22 @@ def _wide_gradient(number, dy_0, dy_1, dy_2, low, db, num_rows, chunk, low_strid
     tl.store(db + place * num_wide + at_b, total * scale, mask=(column < width)[:, None] & (inner < RANK)[None, :])
 
 
-@triton.jit(do_not_specialize=["num_rows", "chunk", "num_narrow"])
-def _outward(dy_0, dy_1, dy_2, b_0, b_1, b_2, low, dlow, db, num_rows, chunk, num_narrow, low_stride, stride_0, stride_1, stride_2,
-             width_0, width_1, width_2, num_wide, scale, MATRICES: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr,
+@triton.jit(do_not_specialize=["num_rows", "chunk", "num_narrow", "num_blocks"])
+def _outward(dy_0, dy_1, dy_2, b_0, b_1, b_2, low, dlow, db, num_rows, chunk, num_narrow, num_blocks, low_stride, stride_0, stride_1,
+             stride_2, width_0, width_1, width_2, num_wide, scale, MATRICES: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr,
              ROWS: tl.constexpr, STEP: tl.constexpr, INNER: tl.constexpr, COLUMNS: tl.constexpr, TALL: tl.constexpr,
              STAGES: tl.constexpr, PRECISION: tl.constexpr):
-    """The first `num_narrow` programs make dlow, the others dB."""
-    number = tl.program_id(0)
+    """Of each `chunk` of rows `num_narrow` programs make dlow and then `num_blocks` make dB, while dy is still in the cache."""
+    place, number = tl.program_id(0) // (num_narrow + num_blocks), tl.program_id(0) % (num_narrow + num_blocks)
     if number < num_narrow:
-        _narrow_gradient(number, dy_0, dy_1, dy_2, b_0, b_1, b_2, dlow, num_rows, low_stride, stride_0, stride_1, stride_2, width_0,
-                         width_1, width_2, MATRICES, PARTS, RANK, ROWS, STEP, INNER, STAGES, PRECISION)
+        row = place * chunk + number // (MATRICES * PARTS) * ROWS
+        if row < num_rows:
+            _narrow_gradient(number % (MATRICES * PARTS), row + tl.arange(0, ROWS), dy_0, dy_1, dy_2, b_0, b_1, b_2, dlow, num_rows,
+                             low_stride, stride_0, stride_1, stride_2, width_0, width_1, width_2, MATRICES, PARTS, RANK, ROWS, STEP, INNER,
+                             STAGES, PRECISION)
     else:
-        _wide_gradient(number - num_narrow, dy_0, dy_1, dy_2, low, db, num_rows, chunk, low_stride, stride_0, stride_1, stride_2, width_0,
-                       width_1, width_2, num_wide, scale, MATRICES, PARTS, RANK, TALL, COLUMNS, INNER, STAGES, PRECISION)
+        _wide_gradient(number - num_narrow, place, dy_0, dy_1, dy_2, low, db, num_rows, chunk, low_stride, stride_0, stride_1, stride_2,
+                       width_0, width_1, width_2, num_wide, scale, MATRICES, PARTS, RANK, TALL, COLUMNS, INNER, STAGES, PRECISION)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_live", "chunk"])
@@ -295,13 +290,13 @@ def outward(dys: Sequence[Tensor], b: Sequence[Tensor], low: Tensor, scale: floa
     num_wide, chunk = sum(each.numel() for each in b), _chunk(num_live, tall)
     num_chunks = triton.cdiv(num_live, chunk)
     dlow, db = low.new_empty(num_live, low.shape[1]), low.new_empty(num_chunks, num_wide, dtype=torch.float32)
-    num_narrow = triton.cdiv(num_live, rows) * len(b) * parts
+    num_narrow = chunk // rows * len(b) * parts  # of each chunk
     blocks = sum(parts * triton.cdiv(each.shape[-2], columns) for each in b)
     if num_live:
-        _outward[(num_narrow + blocks * num_chunks,)](
-            *_three(dys), *_three(b), low, dlow, db, num_live, chunk, num_narrow, low.stride(0), *_three([dy.stride(0) for dy in dys]),
-            *_widths(b), num_wide, scale, MATRICES=len(b), PARTS=parts, RANK=rank, ROWS=rows, STEP=_step(low), INNER=_columns(rank),
-            COLUMNS=columns, TALL=tall, STAGES=4, PRECISION=_precision(low))
+        _outward[((num_narrow + blocks) * num_chunks,)](
+            *_three(dys), *_three(b), low, dlow, db, num_live, chunk, num_narrow, blocks, low.stride(0),
+            *_three([dy.stride(0) for dy in dys]), *_widths(b), num_wide, scale, MATRICES=len(b), PARTS=parts, RANK=rank, ROWS=rows,
+            STEP=_step(low), INNER=_columns(rank), COLUMNS=columns, TALL=tall, STAGES=4, PRECISION=_precision(low))
     return dlow, db
 
 
