@@ -95,7 +95,7 @@ def test_it_holds_what_a_growing_cache_holds(calls, streams):
     SETTINGS, dataclasses.replace(SETTINGS, confidence_threshold=4.0, stability_threshold=0, max_denoising_steps=3)],
     ids=["all steps", "rows settle"])
 def test_replayed_steps_give_the_same_tokens(settings):
-    model, recorder = model_on(torch.device("cpu"), torch.float32), Rerun()
+    model, recorder = model_on(torch.device("cpu"), torch.float64), Rerun()
     decoder = StaticDecoder(model, lambda: recorder)
     want = generated(Session(model, len(PROMPTS)), settings)
     for got in (generated(StaticDecoder(model, None).session(len(PROMPTS)), settings), generated(decoder.session(len(PROMPTS)), settings)):
@@ -104,7 +104,7 @@ def test_replayed_steps_give_the_same_tokens(settings):
 
 
 def test_recordings_serve_later_canvases_and_sessions():
-    model, recorder = model_on(torch.device("cpu"), torch.float32), Rerun()
+    model, recorder = model_on(torch.device("cpu"), torch.float64), Rerun()
     decoder = StaticDecoder(model, lambda: recorder)
     never = CONFIG.vocab_size  # an end that no row reaches
     first = generated(decoder.session(3, SETTINGS.max_new_tokens), end=never)
@@ -120,7 +120,7 @@ def test_recordings_serve_later_canvases_and_sessions():
 
 
 def test_growing_keeps_what_is_held_and_records_anew():
-    model, recorders = model_on(torch.device("cpu"), torch.float32), []
+    model, recorders = model_on(torch.device("cpu"), torch.float64), []
 
     def made():
         recorders.append(Rerun())
@@ -137,7 +137,7 @@ def test_growing_keeps_what_is_held_and_records_anew():
 
 
 def test_an_older_session_is_refused():
-    decoder = StaticDecoder(model_on(torch.device("cpu"), torch.float32), None)
+    decoder = StaticDecoder(model_on(torch.device("cpu"), torch.float64), None)
     older, others = decoder.session(2), decoder.session(1)
     older.encode(appended(2, 3))
     others.encode(appended(2))
