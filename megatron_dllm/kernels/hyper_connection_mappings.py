@@ -176,7 +176,7 @@ def _backward_of_sinkhorn(start, dres, kept, row, in_rows, num_rows, n: tl.const
     return grad
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _mappings_backward(projected, root, alpha, bias, res, scale, dpre, dpost, dres, dprojected, mix, coefficient, kept, partial, num_rows,
                        WIDTH: tl.constexpr, n: tl.constexpr, ITERATIONS: tl.constexpr, PIECES: tl.constexpr, HAS_SCALE: tl.constexpr,
                        TOKENS: tl.constexpr):

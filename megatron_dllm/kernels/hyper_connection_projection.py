@@ -36,7 +36,7 @@ def _split(weight, pieces, size, PIECES: tl.constexpr, BLOCK: tl.constexpr):
     store_pieces(pieces, at, tl.load(weight + at, mask=at < size, other=0.0), at < size, size, PIECES)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _project(x, y, post, res, scale, new, weight, partial, num_rows, HIDDEN: tl.constexpr, n: tl.constexpr, STREAMS: tl.constexpr,
              OUTPUTS: tl.constexpr, PADDED: tl.constexpr, PIECES: tl.constexpr, HAS_SCALE: tl.constexpr, MERGES: tl.constexpr,
              ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr):

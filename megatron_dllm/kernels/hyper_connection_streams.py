@@ -45,7 +45,7 @@ def _read_products(x, du, dpre, HIDDEN: tl.constexpr, n: tl.constexpr, COLUMNS: 
         tl.store(dpre + row * n + i, tl.sum(products[i], 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_live", "num_steps"])
 def _read_backward(x, weight, pre, mix, dprojected, coefficient, du, grad, dx, partial, num_rows, num_live, num_steps,
                    HIDDEN: tl.constexpr, n: tl.constexpr, STREAMS: tl.constexpr, OUTPUTS: tl.constexpr, PADDED: tl.constexpr,
                    PIECES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr):
