@@ -15,6 +15,7 @@ from .launch import next_power_of_2
 CHUNK = 2048  # choices at a time
 BLOCK = 256  # choices of a block, each of which is compared with each
 FEW = tl.constexpr(16)
+COUNTED = 1024  # choices of a block that are only counted
 # Each program of the one launch reads all choices: of 128 experts an H200 orders 10240 in 8 us, 40960 in 45.
 MOST_CHOICES = 16384
 
@@ -107,3 +108,13 @@ def expert_order(indices: Tensor, num_experts: int, num_rows: int | None = None)
     _order[(num_experts + (num_rows is not None),)](
         indices, slot, row, counts, indices.numel(), rows, NUM_EXPERTS=num_experts, CHUNK=CHUNK, num_warps=8)
     return slot, row, counts
+
+
+def count_choices(indices: Tensor, num_experts: int) -> Tensor:
+    """int64 [E]: how many of the choices int64 [T, k] are of each expert."""
+    indices = indices.contiguous()
+    num_blocks, power = triton.cdiv(indices.numel(), COUNTED), next_power_of_2(num_experts + 1)
+    of_blocks = torch.empty(power, num_blocks, dtype=torch.int32, device=indices.device)
+    if num_blocks:
+        _count_blocks[(num_blocks,)](indices, of_blocks, indices.numel(), NUM_EXPERTS=num_experts, POWER=power, BLOCK=COUNTED, num_warps=4)
+    return of_blocks[:num_experts].sum(1)

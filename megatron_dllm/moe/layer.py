@@ -11,7 +11,7 @@ from ..tensor_parallel.initialization import Init
 from .balance import BalanceLosses, RoutedTokens, RoutingFigures, RoutingMonitor, with_loss
 from .dispatchers.interface import Dispatcher, Trip
 from .experts import Experts
-from .permute import count_values
+from .permute import count_choices
 from .replay import NOT_CHECKPOINTED, Call, Record
 from .router import Router, Routing
 
@@ -75,7 +75,7 @@ class MoELayer(nn.Module):
         num_live, num_experts = None if tokens is None else tokens.num_live, len(self.router.weight)
         if num_live is None or len(self.experts.gate_up) < num_experts or not (self.experts.takes_weights and torch.is_grad_enabled()):
             return None
-        return LiveRows(num_live, count_values(indices[:num_live], num_experts))
+        return LiveRows(num_live, count_choices(indices[:num_live], num_experts))
 
     def _balanced(self, routing: Routing, tokens: RoutedTokens, fractions: Tensor | None, call: Call, *, is_counted: bool) -> Tensor:
         """The routing's weights with the balance losses tied to them; figures are noted."""

@@ -48,6 +48,15 @@ def sort_by_local_expert(indices: Tensor, num_experts: int, num_rows: int) -> Pe
     return Permutation(slot[:num_rows], row, _counts(experts, num_experts), is_partial=True)
 
 
+def count_choices(indices: Tensor, num_experts: int) -> Tensor:
+    """int64 [E]: how many of the choices [T, k] are of each expert."""
+    if indices.is_cuda:
+        from ..kernels import expert_order as kernel  # Triton is there with CUDA alone
+
+        return kernel.count_choices(indices, num_experts)
+    return count_values(indices, num_experts)
+
+
 def count_values(values: Tensor, size: int) -> Tensor:
     """int64 [size]: how often each of 0 to size - 1 comes in `values`. Unlike bincount on a GPU it makes nobody wait; whole numbers add up
     to the same in any order."""

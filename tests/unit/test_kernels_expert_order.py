@@ -54,6 +54,17 @@ def test_choices_of_some_experts(num_tokens, choices, num_experts, room, launche
         assert torch.equal(got.cpu(), wanted)
 
 
+@DEVICES
+@CASES
+def test_count_choices(num_tokens, choices, num_experts, device):
+    need_kernels(device)
+    from megatron_dllm.kernels.expert_order import count_choices
+
+    indices = drawn(num_tokens, min(choices, num_experts), num_experts)
+    counts = count_choices(indices.to(device), num_experts)
+    assert counts.dtype == torch.int64 and torch.equal(counts.cpu(), indices.flatten().bincount(minlength=num_experts))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_tokens", [1280, 5120, 40000])
 def test_the_models_choices(num_tokens):
