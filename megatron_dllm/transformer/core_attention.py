@@ -1,7 +1,7 @@
 """softmax(q k^T) v over flat tokens, scale 1: a dense oracle and two ways that hold no mask of size sequence x sequence.
 
     kernels/attention    16 bit on sm_90 and sm_100: tiles from the three integers a query, the same few launches for any batch
-    work groups          elsewhere (`takes_attention`): SDPA on pieces of equal shape
+    work groups          elsewhere (`takes_attention`): SDPA on pieces of equal shape, or on a CPU plain products where all are short
 
 Legend: Q queries, K keys [clean ; canvas], h query heads, g key and value heads (h a multiple of g), d head dimension.
 """
@@ -20,6 +20,7 @@ from ..kernels.attention_tiles import AttentionTiles, attention_tiles, takes_att
 from .attention_work import WorkGroup, work_list
 from .precision import at_least_fp32
 from .rows import Rows, take_distinct
+from .small_attention import MOST_SCORES, SmallGroup, small_attention
 from .visibility import Visibility
 
 # Without cuDNN's, which builds a plan for every new shape (140 ms): the canvases of a second loop are rarely as many as before.
@@ -51,14 +52,18 @@ class AttentionPlan:
 
 @dataclass(frozen=True)
 class DeviceWork:
-    """Work groups on the device. `order` int64 [Q] puts their outputs, joined, into query order (None: they are)."""
+    """Work groups on the device. `order` int64 [Q] puts their outputs, joined, into query order (None: they are). `small`: the same, where
+    plain products suit them."""
 
     groups: tuple[DeviceGroup, ...]
     order: Tensor | None
+    small: tuple[SmallGroup, ...] | None = None
 
     @classmethod
     def of(cls, work: tuple[WorkGroup, ...], num_queries: int, device: torch.device) -> DeviceWork:
         """`work` of so many queries."""
+        if device.type == "cpu" and all(group.queries.shape[1] * group.keys.shape[1] <= MOST_SCORES for group in work):
+            return cls((), None, tuple(map(_small_group, work)))
         order = torch.cat([torch.from_numpy(group.queries.reshape(-1)) for group in work]) if work else torch.zeros(0, dtype=torch.int64)
         in_order = torch.equal(order, torch.arange(num_queries))
         return cls(tuple(_on_device(group, device) for group in work), None if in_order else torch.argsort(order).to(device))
@@ -97,6 +102,12 @@ def _on_device(group: WorkGroup, device: torch.device) -> DeviceGroup:
     return DeviceGroup(Rows.of(group.queries, device), Rows.of(group.keys, device), len(group.queries), mask, group.causal)
 
 
+def _small_group(group: WorkGroup) -> SmallGroup:
+    mask = np.tri(group.queries.shape[1], dtype=bool) if group.causal else group.mask
+    queries, keys = (Rows.of(rows, torch.device("cpu")) for rows in (group.queries, group.keys))
+    return SmallGroup(queries, keys, len(group.queries), None if mask is None else torch.from_numpy(~mask))
+
+
 def attend(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> Tensor:
     """[Q, h, d] from query [Q, h, d], key and value [K, g, d]: memory linear in the sequence. Rows after the plan's are fill: zero."""
     num_queries = plan.seen.shape[1]
@@ -108,10 +119,13 @@ def attend(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> Te
         from ..kernels.attention import attention  # Triton is there with CUDA alone
 
         return attention(query, key, value, plan.tiles)
-    outputs = [_attend_group(query, key, value, group) for group in plan.work.groups]
-    merged = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    in_order = merged if plan.work.order is None else take_distinct(merged, plan.work.order)
     num_fill = len(query) - num_queries
+    if plan.work.small is not None:
+        in_order = small_attention(query[:num_queries] if num_fill else query, key, value, plan.work.small)
+    else:
+        outputs = [_attend_group(query, key, value, group) for group in plan.work.groups]
+        merged = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        in_order = merged if plan.work.order is None else take_distinct(merged, plan.work.order)
     return F.pad(in_order, (0, 0, 0, 0, 0, num_fill)) if num_fill else in_order
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megatron_dllm.kernels.attention_reference import visible
+from megatron_dllm.transformer import core_attention
 from megatron_dllm.transformer.core_attention import attend, attend_dense, attention_plan
 from megatron_dllm.transformer.visibility import CLEAN, Visibility
 from tests.unit.test_visibility import DOCUMENTS, layout
@@ -24,7 +25,9 @@ def random_inputs(visibility, *, heads, groups, dim, dtype, seed=0):
 @pytest.mark.parametrize("window", [None, 3, 70])
 @pytest.mark.parametrize("documents", DOCUMENTS.values(), ids=DOCUMENTS)
 @pytest.mark.parametrize(("heads", "groups", "dim"), [(4, 2, 16), (3, 3, 5)], ids=["grouped", "odd"])
-def test_attend_equals_the_oracle(documents, window, heads, groups, dim):
+@pytest.mark.parametrize("most_scores", [core_attention.MOST_SCORES, 0], ids=["products", "SDPA"])
+def test_attend_equals_the_oracle(documents, window, heads, groups, dim, most_scores, monkeypatch):
+    monkeypatch.setattr(core_attention, "MOST_SCORES", most_scores)
     visibility = layout(documents, canvas_length=5)
     inputs = random_inputs(visibility, heads=heads, groups=groups, dim=dim, dtype=torch.float64)
     fast = attend(*inputs, attention_plan(visibility, window, CPU))
@@ -87,6 +90,12 @@ def test_attend_on_a_gpu(window, heads, groups, dim):
     ours = torch.autograd.grad(fast[:len(query)], inputs, upstream)
     wanted = torch.autograd.grad(exact, inputs, upstream.double())
     assert all((a.double() - b.double()).norm() <= 2**-6 * b.double().norm() for a, b in zip(ours, wanted, strict=True))
+
+
+def test_short_pieces_alone_are_multiplied_out():
+    """Their probabilities are kept, so that memory stays linear in the sequence."""
+    plans = [attention_plan(layout([(length, None)], 1), window, CPU).work for length, window in ((256, None), (257, None), (257, 100))]
+    assert [plan.small is not None for plan in plans] == [True, False, True]
 
 
 def test_no_queries():
