@@ -148,6 +148,9 @@ def test_parts_of_a_step():
     anew = time_of("--expert-model-parallel-size 2 --recompute-granularity full --no-moe-recompute-replay")
     again = time_of("--expert-model-parallel-size 2 --recompute-granularity full")
     assert anew.launches > again.launches == pytest.approx(spread.launches * 4 / 3)
+    apart = time_of("--expert-model-parallel-size 2 --draft-pass apart")
+    assert apart.launches == pytest.approx(spread.launches * 4 / 6) and apart.compute < spread.compute
+    assert time_of("--draft-pass apart", 1).compute > alone.compute  # clean tokens go forward twice
 
 
 def test_what_leaves_a_rank():

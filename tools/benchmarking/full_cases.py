@@ -119,6 +119,9 @@ def cases(ranks: int, size: Size) -> list[Case]:
         Case(f"ep{ranks} deepep, replay", "sft_26b", ranks, (*spread, *DEEPEP), "sft, one device"),
         Case(f"ep{ranks} alltoall, replay", "sft_26b", ranks, (*spread, *ALLTOALL), "sft, one device"),
         Case(f"ep{ranks} alltoall, no recompute", "sft_26b", ranks, (*spread, *ALLTOALL), "sft, one device", keep),
+        # Half as many backwards to start.
+        Case(f"ep{ranks} alltoall, no recompute, drafts apart", "sft_26b", ranks, (*spread, *ALLTOALL, "--draft-pass", "apart"),
+             "sft, one device", keep),
         Case(f"ep{ranks} deepep, no replay", "sft_26b", ranks, (*spread, *DEEPEP, "--no-moe-recompute-replay"), "sft, one device"),
         Case(f"ep{ranks} deepep, no recompute", "sft_26b", ranks, (*spread, *DEEPEP), "sft, one device", keep),
     ]

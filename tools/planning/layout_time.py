@@ -6,13 +6,14 @@ layout asks for; but it is not faster than the host starts all that, without gra
 """
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from megatron_dllm.config import RunConfig
-from megatron_dllm.training.operations import Operations, StepOperations, TokenCounts, step_operations
+from megatron_dllm.training.operations import Operations, StepOperations, TokenCounts, causal_pairs, stack_operations, step_operations
 
 # TFLOP/s of the layers' products, of attention (by visible pairs, the backward counted as twice the forward) and of the head; bytes that a
 # microbatch moves for a weight: reads of it, its gradient. Fitted to forward and backward by CUDA graphs on one H200, which they meet
@@ -35,6 +36,9 @@ NVLINK_GB_PER_S, NETWORK_GB_PER_S = 250.0, 40.0
 # Milliseconds of one dispatch or combine of few tokens beyond its bytes, and of what the device does more around it: two H200s' graphs of 8
 # layers exposed 2.9 ms of 64 of them, and took 9 ms more than the same work without.
 DISPATCH_MS, ROUTING_MS = 0.03, 0.12
+# Of the host's time for a layer, what is left where drafts are made beforehand, counting a backward as two forwards: two forwards and one
+# backward of three passes instead of two of each; with full recompute one forward less besides. Not measured.
+APART_LAUNCHES = {None: 4 / 6, "selective": 4 / 6, "full": 5 / 8}
 # Of the device's work of a microbatch, what gradients are summed beside, where neither a graph nor a pipeline runs it.
 HIDDEN_SHARE = 0.3
 # Dense bf16 peaks, to scale the achieved rate to another GPU (an extrapolation); memory in GiB.
@@ -92,9 +96,15 @@ def token_counts(run: RunConfig, rows: int, *, canvases: int = 1, conditioned: f
 
 
 def operations(run: RunConfig, rows: int, canvases: int, conditioned: float | None = None) -> StepOperations:
-    return step_operations(run.model, token_counts(run, rows, canvases=canvases, conditioned=conditioned),
-                           recompute=run.training.recompute_granularity, recompute_modules=run.training.recompute_modules,
-                           frozen=run.lora.lora_rank is not None)
+    tokens = token_counts(run, rows, canvases=canvases, conditioned=conditioned)
+    counted = step_operations(run.model, tokens, recompute=run.training.recompute_granularity,
+                              recompute_modules=run.training.recompute_modules, frozen=run.lora.lora_rank is not None)
+    if run.training.draft_pass != "apart":
+        return counted
+    seen = tokens.canvas_prefix[tokens.self_conditioned]
+    again = stack_operations(run.model, tokens=int(seen.sum()), full_pairs=causal_pairs(seen, None),
+                             sliding_pairs=causal_pairs(seen, run.model.window_size))
+    return replace(counted, repeated=dict(Counter(counted.repeated) + Counter(again)))
 
 
 def work_ms(counted: StepOperations, gpu: str) -> float:
@@ -128,6 +138,8 @@ def launch_ms(run: RunConfig, layers: float) -> float:
     spread, recomputes = parallel.expert_model_parallel_size > 1, training.recompute_granularity == "full"
     a_layer = (LAUNCH_MS_PER_LAYER + DISPATCH_LAUNCH_MS * spread + TENSOR_LAUNCH_MS * (parallel.tensor_model_parallel_size > 1)
                + STREAMS_LAUNCH_MS * run.model.enable_mhc_connections)
+    if training.draft_pass == "apart":
+        a_layer *= APART_LAUNCHES[training.recompute_granularity]
     # Of forward and backward the forward's launches come a second time under full recompute: a third of them.
     return layers * (a_layer * (4 / 3 if recomputes else 1) + ANEW_LAUNCH_MS * (spread and recomputes and not run.moe.moe_recompute_replay))
 
@@ -158,7 +170,8 @@ def communication_ms(run: RunConfig, tokens: float, layers: float, edges: float,
 def num_transfers(run: RunConfig) -> int:
     """Dispatches and combines of a layer in a microbatch: of clean tokens and of the canvas again, there and in the backward back."""
     loops = 1 if run.objective.objective == "ar" or run.objective.self_conditioning_prob == 0 else 2
-    return 2 * loops * (3 if run.training.recompute_granularity == "full" else 2)
+    with_gradient = 1 if run.training.draft_pass == "apart" else loops
+    return 2 * (loops + with_gradient * (2 if run.training.recompute_granularity == "full" else 1))
 
 
 def routing_ms(run: RunConfig, layers: float) -> float:

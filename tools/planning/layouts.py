@@ -147,7 +147,7 @@ def plan(run: RunConfig, machine: Machine, canvases_per_row: int = 1) -> Plan:
     gpus, training = machine.gpus, run.training
     predicted = memory.forecast(run, gpus, canvases_per_row)
     counted = _operations(run.model, run.objective, run.lora, run.data.seq_length, training.global_batch_size, canvases_per_row,
-                          training.recompute_granularity, training.recompute_modules)
+                          training.recompute_granularity, training.recompute_modules, training.draft_pass)
     return Plan(run, gpus, dict(predicted.fullest), _time(run, predicted, counted, machine), counted.model)
 
 
@@ -198,9 +198,9 @@ def replicas(run: RunConfig, gpus: int) -> dict[str, int]:
 @cache
 def _operations(*key) -> StepOperations:
     """timing.operations, made once for all layouts that share it."""
-    model, objective, lora, seq_length, rows, canvases, recompute, modules = key
-    run = RunConfig(model=model, objective=objective, lora=lora, data=DataConfig(seq_length=seq_length),
-                    training=TrainingConfig(recompute_granularity=recompute, recompute_modules=modules))
+    model, objective, lora, seq_length, rows, canvases, recompute, modules, draft_pass = key
+    run = RunConfig(model=model, objective=objective, lora=lora, data=DataConfig(seq_length=seq_length), training=TrainingConfig(
+        recompute_granularity=recompute, recompute_modules=modules, draft_pass=draft_pass))
     return timing.operations(run, rows, canvases)
 
 
