@@ -17,7 +17,6 @@ from torch import Tensor
 
 from .hyper_connection_projection import pieces_of, store_pieces
 from .launch import next_power_of_2
-from .rms_norm import sum_partials
 
 EPSILON = tl.constexpr(1e-6)  # beside the norm of x, and the least denominator of Sinkhorn's rounds
 TOKENS = 32  # whose gradients a program makes: a warp, a token a lane
@@ -250,14 +249,13 @@ class MappingGradients(NamedTuple):
         projected    [P, T, O]   of x W^T; for streams of bf16 three pieces of bf16 whose sum it is: products with x are then exact
         coefficient  [T]         of -x in the gradient of x: the norm's part
         mix          [T, n, n]   H_res times the scale
-        alpha, bias  [3], [O]
+        partial      [K, O + 3]  of bias, then of alpha: their sums over some tokens each
     """
 
     projected: Tensor
     coefficient: Tensor
     mix: Tensor
-    alpha: Tensor
-    bias: Tensor
+    partial: Tensor
 
 
 def mappings_backward(projected: Tensor, root: Tensor, alpha: Tensor, bias: Tensor, res: Tensor, scale: Tensor | None, dpre: Tensor,
@@ -268,11 +266,9 @@ def mappings_backward(projected: Tensor, root: Tensor, alpha: Tensor, bias: Tens
     pieces, of = pieces_of(dtype)
     dprojected, coefficient = torch.empty(pieces, num_rows, outputs, dtype=of, device=root.device), root.new_empty(num_rows)
     mix, programs = root.new_empty(num_rows, n, n), triton.cdiv(num_rows, TOKENS)
-    if not num_rows:
-        return MappingGradients(dprojected, coefficient, mix, torch.zeros_like(alpha), torch.zeros_like(bias))
     partial, kept = root.new_empty(programs, outputs + 3), root.new_empty(iterations, 2, n, num_rows)
-    _mappings_backward[(programs,)](
-        projected, root, alpha, bias, res, scale, dpre, dpost, dres, dprojected, mix, coefficient, kept, partial, num_rows, WIDTH=width,
-        n=n, ITERATIONS=iterations, PIECES=pieces, HAS_SCALE=scale is not None, TOKENS=TOKENS, num_warps=1)
-    sums = sum_partials(partial, torch.float32)
-    return MappingGradients(dprojected, coefficient, mix, sums[outputs:], sums[:outputs])
+    if num_rows:
+        _mappings_backward[(programs,)](
+            projected, root, alpha, bias, res, scale, dpre, dpost, dres, dprojected, mix, coefficient, kept, partial, num_rows,
+            WIDTH=width, n=n, ITERATIONS=iterations, PIECES=pieces, HAS_SCALE=scale is not None, TOKENS=TOKENS, num_warps=1)
+    return MappingGradients(dprojected, coefficient, mix, partial)

@@ -17,6 +17,7 @@ COLUMNS = 1024  # of each stream that a program of 4 warps holds: 8 numbers a th
 # Where n^2 + n sums are made besides, a program is one warp, whose lanes have 8 neighbouring numbers each, 16 bytes of bf16: no warp waits
 # for another, and many fit a processor.
 LANES, NUMBERS = 32, 8  # 87 registers a thread
+SUMS = 1024  # that a program adds up
 # Of `_read_backward`: tokens, columns of each stream, warps. Three programs of 164 registers fit a processor, each with 36 KB on the way.
 # On an H200, 5,120 tokens of 4 x 2816, with `_weight_gradient`: 0.212 ms; 64 x 16 0.263, 128 x 32 with 8 warps 0.270.
 ROWS, TILE_COLUMNS, SPLITS, WARPS, STAGES = 64, 32, 3, 4, 2  # of `_read_backward`: 264 programs for 4 x 2816 columns, two a processor
@@ -103,6 +104,26 @@ def _read_backward(x, weight, pre, mix, dprojected, coefficient, du, grad, dx, p
     for step in range(0, tl.cdiv(num_rows - num_live, splits * ROWS)):
         first = num_live + (split + step * splits) * ROWS
         tl.store(dx + first.to(tl.int64) * WIDTH + local, none, mask=(place < num_rows - first)[:, None] & inside[None, :])
+
+
+@triton.jit(do_not_specialize=["num_others"])
+def _add_up(partial, total, others, of_others, num_others, SIZE: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr,
+            COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """total [SIZE] of partial [SPLITS, SIZE], and by the last program of_others [WIDTH] of others [num_others, WIDTH]."""
+    if tl.program_id(0) + 1 < tl.num_programs(0):
+        at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        inside = at < SIZE
+        out = tl.load(partial + at, mask=inside)
+        for split in tl.static_range(1, SPLITS):
+            out += tl.load(partial + split * SIZE + at, mask=inside)
+        tl.store(total + at, out, mask=inside)
+    else:
+        column, summed = tl.arange(0, COLUMNS), tl.zeros((ROWS, COLUMNS), tl.float32)
+        for step in range(0, tl.cdiv(num_others, ROWS)):
+            row = step * ROWS + tl.arange(0, ROWS)
+            inside = (row < num_others)[:, None] & (column < WIDTH)[None, :]
+            summed += tl.load(others + row[:, None] * WIDTH + column[None, :], mask=inside, other=0.0)
+        tl.store(of_others + column, tl.sum(summed, 0), mask=column < WIDTH)
 
 
 @triton.jit
@@ -205,9 +226,9 @@ def read_products(x: Tensor, du: Tensor, num_live: int) -> Tensor:
     return dpre
 
 
-def read_backward(x: Tensor, weight: Tensor, pre: Tensor, through: MappingGradients, du: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """dx [T, nC] in the dtype of x, from du [T, C] and the gradient [T, nC] of `merge`'s result, and dweight [O, nC] fp32; `through` are
-    the gradients of the mappings, of as many tokens as have a gradient that is not zero."""
+def read_backward(x: Tensor, weight: Tensor, pre: Tensor, through: MappingGradients, du: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+    """dx [T, nC] in the dtype of x, from du [T, C] and the gradient [T, nC] of `merge`'s result; dweight [O, nC], dalpha [3] and dbias [O],
+    fp32. `through`: the gradients of the mappings, of as many tokens as have a gradient that is not zero."""
     (num_rows, width), n, outputs = x.shape, pre.shape[1], len(weight)
     (pieces, num_live, _), hidden, dx = through.projected.shape, width // n, torch.empty_like(x)
     partial = torch.empty(SPLITS, outputs, width, dtype=torch.float32, device=x.device)
@@ -215,7 +236,11 @@ def read_backward(x: Tensor, weight: Tensor, pre: Tensor, through: MappingGradie
         x, weight, pre, through.mix, through.projected, through.coefficient, du, grad, dx, partial, num_rows, num_live,
         triton.cdiv(num_live, ROWS * SPLITS), HIDDEN=hidden, n=n, STREAMS=next_power_of_2(n), OUTPUTS=outputs,
         PADDED=max(16, next_power_of_2(outputs)), PIECES=pieces, ROWS=ROWS, COLUMNS=TILE_COLUMNS, STAGES=STAGES, num_warps=WARPS)
-    return dx, partial.sum(0)
+    dweight, others = torch.empty_like(weight), weight.new_empty(outputs + 3)
+    _add_up[(triton.cdiv(weight.numel(), SUMS) + 1,)](
+        partial, dweight, through.partial, others, len(through.partial), SIZE=weight.numel(), SPLITS=SPLITS, WIDTH=outputs + 3,
+        COLUMNS=next_power_of_2(outputs + 3), ROWS=32, BLOCK=SUMS, num_warps=4)
+    return dx, dweight, others[outputs:], others[:outputs]
 
 
 def merge(x: Tensor, y: Tensor, post: Tensor, res: Tensor, scale: Tensor | None) -> Tensor:

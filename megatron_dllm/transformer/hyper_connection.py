@@ -329,8 +329,7 @@ def read_backward(x: Tensor, weights: Weights, mapped: Mapped, du: Tensor, grad:
         through = hyper_connection_mappings.mappings_backward(
             mapped.projected, mapped.root, weights.alpha, weights.bias, mapped.res, scale, dpre, dpost.contiguous(), dres.contiguous(),
             x.shape[1], weights.iterations, x.dtype)
-        dx, dweight = hyper_connection_streams.read_backward(x, weights.weight, mapped.pre, through, du, grad.contiguous())
-        return dx, dweight, through.alpha, through.bias
+        return hyper_connection_streams.read_backward(x, weights.weight, mapped.pre, through, du, grad.contiguous())
     return read_backward_in_torch(x, weights, mapped, du, grad, scale, dpost, dres)
 
 

@@ -60,8 +60,7 @@ def read(x, parameters, grads, num_live, dtype):
     through = hyper_connection_mappings.mappings_backward(
         mapped.projected, mapped.root, alpha, bias, mapped.res, scale, hyper_connection_streams.read_products(x, du, num_live), dpost, dres,
         x.shape[1], ITERATIONS, dtype)
-    dx, dweight = hyper_connection_streams.read_backward(x, weight, mapped.pre, through, du, grad)
-    return [u, *mapped], [dx, dweight, through.alpha, through.bias]
+    return [u, *mapped], hyper_connection_streams.read_backward(x, weight, mapped.pre, through, du, grad)
 
 
 @DEVICES

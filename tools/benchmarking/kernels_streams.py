@@ -71,7 +71,7 @@ def _kernels() -> dict[str, Callable[..., Any]]:
         through = mappings.mappings_backward(
             mapped.projected, mapped.root, w.alpha, w.bias, mapped.res, scale, kernel.read_products(x, du, len(x)), dpost, dres, x.shape[1],
             w.iterations, x.dtype)
-        return *kernel.read_backward(x, w.weight, mapped.pre, through, du, grad), through.alpha, through.bias
+        return kernel.read_backward(x, w.weight, mapped.pre, through, du, grad)
 
     def write_backward(x: Tensor, y: Tensor, post: Tensor, scale: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
         return kernel.merge_backward(x, y, post, scale, grad, len(x))
