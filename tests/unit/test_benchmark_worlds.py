@@ -1,7 +1,9 @@
 """Parts in processes of their own: what is left of a part that fails, and when processes end."""
 import json
+import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -41,3 +43,12 @@ def test_processes_are_told_to_end_in_time():
     sleeper = [sys.executable, "-c", "import time; time.sleep(60)"]
     assert worlds.run_until(sleeper, time.monotonic() + 0.2) is None
     assert worlds.run_until([sys.executable, "-c", "raise SystemExit(3)"], time.monotonic() + 60) == 3
+
+
+def test_whoever_ends_this_process_ends_them():
+    code = ("import sys, time; sys.path.insert(0, '.'); from tools.benchmarking.worlds import run_until; "
+            "run_until([sys.executable, '-c', \"import time; print('begun', flush=True); time.sleep(2); print('left')\"], time.monotonic() + 60)")
+    with subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "begun\n"
+        process.terminate()
+        assert process.stdout.read() == "" and process.wait() == 128 + 15  # the pipe closes when its last writer has ended

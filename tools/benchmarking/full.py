@@ -89,7 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cases", nargs="*", metavar="TEXT", help="Those whose name has one of these texts.")
     parser.add_argument("--repeats", type=int, default=5, help="Timed steps of each case.")
     parser.add_argument("--seconds", type=float, default=520.0, help="End the processes that the suite has started after so long in all.")
-    parser.add_argument("--case-seconds", type=float, default=75.0, help="End the processes of a case that takes longer.")
+    parser.add_argument("--case-seconds", type=float, default=90.0, help="End the processes of a case that takes longer.")
     # Of processes that the suite has started: the first case to run, and where to put what was measured.
     parser.add_argument("--part", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--results", type=Path, default=None, help=argparse.SUPPRESS)

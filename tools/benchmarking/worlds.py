@@ -3,7 +3,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -36,11 +38,15 @@ def run_parts(names: Sequence[str], command: Callable[[int, Path], Sequence[str]
 
 
 def run_until(command: Sequence[str], end: float) -> int | None:
-    """The status of the command, or None: it was told to end at that time (of time.monotonic)."""
+    """The status of the command, or None: it was told to end at that time (of time.monotonic). Whoever ends this process ends it too: what
+    goes on alone on a GPU spoils every later measurement."""
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     process = subprocess.Popen(command, env={"OMP_NUM_THREADS": "1", **os.environ})
     try:
         return process.wait(timeout=max(0.0, end - time.monotonic()))
     except subprocess.TimeoutExpired:
-        process.terminate()  # torchrun ends its workers
-        process.wait()
         return None
+    finally:
+        process.terminate()  # torchrun ends its workers; nothing, if it has ended
+        process.wait()
+        signal.signal(signal.SIGTERM, before)
