@@ -47,7 +47,8 @@ def test_processes_are_told_to_end_in_time():
 
 def test_whoever_ends_this_process_ends_them():
     code = ("import sys, time; sys.path.insert(0, '.'); from tools.benchmarking.worlds import run_until; "
-            "run_until([sys.executable, '-c', \"import time; print('begun', flush=True); time.sleep(2); print('left')\"], time.monotonic() + 60)")
+            "child = \"import time; print('begun', flush=True); time.sleep(2); print('left')\"; "
+            "run_until([sys.executable, '-c', child], time.monotonic() + 60)")
     with subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "begun\n"
         process.terminate()
