@@ -30,8 +30,9 @@ def sort_by_expert(indices: Tensor, num_experts: int) -> Permutation:
         from ..kernels.expert_order import expert_order  # Triton is there with CUDA alone
 
         return Permutation(*expert_order(indices, num_experts))
-    experts, slot = _short(indices.reshape(-1), num_experts).sort(stable=True)
-    return Permutation(slot, _inverse(slot).view(indices.shape), _counts(experts, num_experts))
+    experts = indices.reshape(-1)
+    slot = experts.argsort(stable=True)
+    return Permutation(slot, _inverse(slot).view(indices.shape), experts.bincount(minlength=num_experts))
 
 
 def sort_by_local_expert(indices: Tensor, num_experts: int, num_rows: int) -> Permutation:
@@ -43,9 +44,10 @@ def sort_by_local_expert(indices: Tensor, num_experts: int, num_rows: int) -> Pe
         return Permutation(*expert_order(indices, num_experts, num_rows), is_partial=True)
     flat = indices.reshape(-1)
     absent = flat < 0
-    experts, slot = _short(torch.where(absent, num_experts, flat), num_experts).sort(stable=True)
+    experts = torch.where(absent, num_experts, flat)
+    slot = experts.argsort(stable=True)
     row = torch.where(absent, num_rows, _inverse(slot)).view(indices.shape)
-    return Permutation(slot[:num_rows], row, _counts(experts, num_experts), is_partial=True)
+    return Permutation(slot[:num_rows], row, experts.bincount(minlength=num_experts + 1)[:num_experts], is_partial=True)
 
 
 def count_choices(indices: Tensor, num_experts: int) -> Tensor:
@@ -64,29 +66,20 @@ def count_values(values: Tensor, size: int) -> Tensor:
     return flat.new_zeros(size).scatter_add_(0, flat, torch.ones_like(flat))
 
 
-def _short(experts: Tensor, num_experts: int) -> Tensor:
-    """The same numbers, 0 to `num_experts`, in 16 bits where they fit: a radix sort on a GPU passes once over the keys for each 8 bits."""
-    return experts.to(torch.int16) if num_experts < 2**15 else experts
-
-
-def _counts(ordered: Tensor, size: int) -> Tensor:
-    return torch.searchsorted(ordered, torch.arange(size + 1, dtype=ordered.dtype, device=ordered.device)).diff()
-
-
 def _inverse(order: Tensor) -> Tensor:
-    inverse = torch.empty_like(order)
-    inverse[order] = torch.arange(len(order), device=order.device)
-    return inverse
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
 def _taken(rows: Tensor, row: Tensor, is_partial: bool) -> Tensor:
-    """[T, k, H]: the row of each choice, zero where it has none."""
-    return (torch.cat([rows, rows.new_zeros(1, rows.shape[1])]) if is_partial else rows)[row]
+    """[T, k, ...]: the row of each choice, zero where it has none."""
+    filled = torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])]) if is_partial else rows
+    # On a CPU a fifth of the time of filled[row].
+    return filled.index_select(0, row.reshape(-1)).view(*row.shape, *rows.shape[1:])
 
 
 def _of_slots(x: Tensor, slot: Tensor, num_choices: int) -> Tensor:
     """x[slot[n] // k] for each row; without tokens every row is left over."""
-    return x[slot // num_choices] if len(x) else x.new_zeros(len(slot), x.shape[1])
+    return x.index_select(0, slot // num_choices) if len(x) else x.new_zeros(len(slot), x.shape[1])
 
 
 class _Permute(torch.autograd.Function):
@@ -127,15 +120,14 @@ class _Unpermute(torch.autograd.Function):
     def forward(ctx, rows: Tensor, weights: Tensor, slot: Tensor, row: Tensor, is_partial: bool) -> Tensor:
         ctx.save_for_backward(rows, weights, slot, row)
         ctx.is_partial = is_partial
-        return torch.einsum("tkh,tk->th", _taken(rows, row, is_partial).to(weights.dtype), weights).to(rows.dtype)
+        return (_taken(rows, row, is_partial) * weights[:, :, None]).sum(1).to(rows.dtype)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         rows, weights, slot, row = ctx.saved_tensors
-        wide = grad.to(weights.dtype)
-        grad_rows = (_of_slots(wide, slot, row.shape[1]) * _of_slots(weights.reshape(-1, 1), slot, 1)).to(rows.dtype)
-        grad_weights = torch.einsum("tkh,th->tk", _taken(rows, row, ctx.is_partial).to(weights.dtype), wide)
-        return grad_rows, grad_weights, None, None, None
+        of_rows = _of_slots(grad.to(weights.dtype), slot, row.shape[1])
+        grad_rows = (of_rows * _of_slots(weights.reshape(-1, 1), slot, 1)).to(rows.dtype)
+        return grad_rows, _taken((rows * of_rows).sum(1), row, ctx.is_partial), None, None, None
 
 
 class _Reorder(torch.autograd.Function):

@@ -40,6 +40,22 @@ class Transfer:
         return _Finish.apply(self, *arriving)
 
 
+class Stay:
+    """What stands in for a transfer between this rank and itself: without nodes of autograd."""
+
+    def __init__(self):
+        self._kept: tuple[Tensor, ...] = ()
+
+    def start(self, *kept: Tensor) -> None:
+        """As Transfer's."""
+        self._kept = kept
+
+    def finish(self) -> tuple[Tensor, ...]:
+        """As Transfer's."""
+        kept, self._kept = self._kept, ()
+        return kept
+
+
 class _Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx, transfer: Transfer, *sent: Tensor) -> tuple[Tensor, ...]:
@@ -69,8 +85,10 @@ class _Finish(torch.autograd.Function):
         return None, *grads
 
 
-def all_to_all(group: Group, send: Sequence[int], receive: Sequence[int]) -> Transfer:
+def all_to_all(group: Group, send: Sequence[int], receive: Sequence[int]) -> Transfer | Stay:
     """Rows [sum(send), H] to [sum(receive), H]: rank r gets the next send[r] of ours and gives us receive[r], in rank order."""
+    if group.size == 1:
+        return Stay()
 
     def start(x: Tensor, sent: Sequence[int], received: Sequence[int]) -> UnderWay:
         pending = communication.start_all_to_all(x, sent, received, group)
