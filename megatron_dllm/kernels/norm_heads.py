@@ -1,6 +1,7 @@
 """Attention's operands in one pass each way: queries and keys normed and turned, values normed without a weight, for frozen weights.
 
-Where there are no values of their own, these are the raw keys, normed. With trained weights: norm_and_rotate and rms_norm.
+Where there are no values of their own, these are the raw keys, normed. With trained weights: norm_and_rotate and rms_norm. Keys and values
+of n tokens may be handed on beside all of them.
 
 Legend: T tokens, h query heads, g key and value heads, d head dimension.
 """
@@ -17,60 +18,87 @@ from .norm_and_rotate import load, places
 
 
 @triton.jit
-def _forward_of(x, weight, cos, sin, turned, plain, inverse_root, tile, num_tokens, eps, token_stride, head_stride, HEADS: tl.constexpr,
-                HALF: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _kept_rows(row, place, inside, num_rows, HEADS: tl.constexpr, HALF: tl.constexpr, COLUMNS: tl.constexpr):
+    """Where rows (token, head) stand among those that are handed on, and which of them are."""
+    at = tl.load(place + row // HEADS, mask=row < num_rows, other=-1)
+    dense = (at.to(tl.int64) * HEADS + row % HEADS)[:, None] * (2 * HALF) + tl.arange(0, COLUMNS)[None, :]
+    return dense, inside & (at >= 0)[:, None]
+
+
+@triton.jit
+def _store(y, at, low, high, inside, HALF: tl.constexpr):
+    tl.store(y + at, low.to(y.dtype.element_ty), mask=inside)
+    tl.store(y + at + HALF, high.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _forward_of(x, weight, cos, sin, turned, plain, kept_turned, kept_plain, place, inverse_root, tile, num_tokens, eps, token_stride,
+                head_stride, HEADS: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """A tile of (token, head) rows: `turned` gets them normed, weighted and turned, `plain` normed alone; either may be None."""
     row, strided, dense, angle, inside = places(tile * ROWS, num_tokens * HEADS, token_stride, head_stride, HEADS, HALF, ROWS, COLUMNS)
     low, high = load(x, strided, inside), load(x, strided + HALF, inside)
     root = tl.rsqrt(tl.sum(low * low + high * high, 1) / (2 * HALF) + eps)
     tl.store(inverse_root + row, root, mask=row < num_tokens * HEADS)
     low, high = low * root[:, None], high * root[:, None]
+    if place is not None:
+        kept, is_kept = _kept_rows(row, place, inside, num_tokens * HEADS, HEADS, HALF, COLUMNS)
     if plain is not None:
-        tl.store(plain + dense, low.to(plain.dtype.element_ty), mask=inside)
-        tl.store(plain + dense + HALF, high.to(plain.dtype.element_ty), mask=inside)
+        _store(plain, dense, low, high, inside, HALF)
+        if place is not None:
+            _store(kept_plain, kept, low, high, is_kept, HALF)
     if turned is not None:
         column = tl.arange(0, COLUMNS)
         low *= load(weight, column, column < HALF)[None, :]
         high *= load(weight, column + HALF, column < HALF)[None, :]
         c, s = load(cos, angle, inside), load(sin, angle, inside)
-        tl.store(turned + dense, (low * c - high * s).to(turned.dtype.element_ty), mask=inside)
-        tl.store(turned + dense + HALF, (high * c + low * s).to(turned.dtype.element_ty), mask=inside)
+        turned_low, turned_high = low * c - high * s, high * c + low * s
+        _store(turned, dense, turned_low, turned_high, inside, HALF)
+        if place is not None:
+            _store(kept_turned, kept, turned_low, turned_high, is_kept, HALF)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def _forward(query, key, value, query_weight, key_weight, cos, sin, out_query, out_key, out_value, roots, num_tokens, eps, query_stride,
-             query_head_stride, key_stride, key_head_stride, value_stride, value_head_stride, HEADS: tl.constexpr, GROUPS: tl.constexpr,
-             HALF: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _forward(query, key, value, query_weight, key_weight, cos, sin, place, out_query, out_key, out_value, kept_key, kept_value, roots,
+             num_tokens, eps, query_stride, query_head_stride, key_stride, key_head_stride, value_stride, value_head_stride,
+             HEADS: tl.constexpr, GROUPS: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """roots fp32, a number a head: of all queries, then of keys, then of values if there are any."""
     tile, of_query, of_key = tl.program_id(0), tl.cdiv(num_tokens * HEADS, ROWS), tl.cdiv(num_tokens * GROUPS, ROWS)
     if tile < of_query:
-        _forward_of(query, query_weight, cos, sin, out_query, None, roots, tile, num_tokens, eps, query_stride, query_head_stride, HEADS,
-                    HALF, ROWS, COLUMNS)
+        _forward_of(query, query_weight, cos, sin, out_query, None, None, None, None, roots, tile, num_tokens, eps, query_stride,
+                    query_head_stride, HEADS, HALF, ROWS, COLUMNS)
     elif tile < of_query + of_key:
-        _forward_of(key, key_weight, cos, sin, out_key, out_value if value is None else None, roots + num_tokens * HEADS, tile - of_query,
-                    num_tokens, eps, key_stride, key_head_stride, GROUPS, HALF, ROWS, COLUMNS)
+        _forward_of(key, key_weight, cos, sin, out_key, out_value if value is None else None, kept_key, kept_value, place,
+                    roots + num_tokens * HEADS, tile - of_query, num_tokens, eps, key_stride, key_head_stride, GROUPS, HALF, ROWS, COLUMNS)
     elif value is not None:
-        _forward_of(value, None, None, None, None, out_value, roots + num_tokens * (HEADS + GROUPS), tile - of_query - of_key, num_tokens,
-                    eps, value_stride, value_head_stride, GROUPS, HALF, ROWS, COLUMNS)
+        _forward_of(value, None, None, None, None, out_value, None, kept_value, place, roots + num_tokens * (HEADS + GROUPS),
+                    tile - of_query - of_key, num_tokens, eps, value_stride, value_head_stride, GROUPS, HALF, ROWS, COLUMNS)
 
 
 @triton.jit
-def _backward_of(x, weight, cos, sin, inverse_root, dturned, dplain, dx, tile, num_tokens, token_stride, head_stride, dx_stride,
-                 HEADS: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _backward_of(x, weight, cos, sin, inverse_root, dturned, dplain, dkept_turned, dkept_plain, place, dx, tile, num_tokens, token_stride,
+                 head_stride, dx_stride, HEADS: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """dx has the heads of a token one after the other, and tokens at `dx_stride`."""
     row, strided, dense, angle, inside = places(tile * ROWS, num_tokens * HEADS, token_stride, head_stride, HEADS, HALF, ROWS, COLUMNS)
     root = tl.load(inverse_root + row, mask=row < num_tokens * HEADS, other=0.0)[:, None]
     low, high = load(x, strided, inside) * root, load(x, strided + HALF, inside) * root
+    if place is not None:
+        kept, is_kept = _kept_rows(row, place, inside, num_tokens * HEADS, HEADS, HALF, COLUMNS)
     grad_low, grad_high = tl.zeros((ROWS, COLUMNS), tl.float32), tl.zeros((ROWS, COLUMNS), tl.float32)
     if dturned is not None:
         column = tl.arange(0, COLUMNS)
         dy_low, dy_high = load(dturned, dense, inside), load(dturned, dense + HALF, inside)
+        if place is not None:
+            dy_low += load(dkept_turned, kept, is_kept)
+            dy_high += load(dkept_turned, kept + HALF, is_kept)
         c, s = load(cos, angle, inside), load(sin, angle, inside)
         grad_low = (dy_low * c + dy_high * s) * load(weight, column, column < HALF)[None, :]
         grad_high = (dy_high * c - dy_low * s) * load(weight, column + HALF, column < HALF)[None, :]
     if dplain is not None:
         grad_low += load(dplain, dense, inside)
         grad_high += load(dplain, dense + HALF, inside)
+        if place is not None:
+            grad_low += load(dkept_plain, kept, is_kept)
+            grad_high += load(dkept_plain, kept + HALF, is_kept)
     projection = tl.sum(grad_low * low + grad_high * high, 1)[:, None] / (2 * HALF)
     dx += ((row // HEADS).to(tl.int64) * dx_stride + row % HEADS * (2 * HALF))[:, None] + tl.arange(0, COLUMNS)[None, :]
     tl.store(dx, ((grad_low - low * projection) * root).to(dx.dtype.element_ty), mask=inside)
@@ -78,20 +106,21 @@ def _backward_of(x, weight, cos, sin, inverse_root, dturned, dplain, dx, tile, n
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def _backward(query, key, value, query_weight, key_weight, cos, sin, roots, dout_query, dout_key, dout_value, dx, num_tokens,
-              query_stride, query_head_stride, key_stride, key_head_stride, value_stride, value_head_stride, dx_stride, HEADS: tl.constexpr,
-              GROUPS: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _backward(query, key, value, query_weight, key_weight, cos, sin, place, roots, dout_query, dout_key, dout_value, dkept_key, dkept_value,
+              dx, num_tokens, query_stride, query_head_stride, key_stride, key_head_stride, value_stride, value_head_stride, dx_stride,
+              HEADS: tl.constexpr, GROUPS: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     tile, of_query, of_key = tl.program_id(0), tl.cdiv(num_tokens * HEADS, ROWS), tl.cdiv(num_tokens * GROUPS, ROWS)
     if tile < of_query:
-        _backward_of(query, query_weight, cos, sin, roots, dout_query, None, dx, tile, num_tokens, query_stride, query_head_stride,
-                     dx_stride, HEADS, HALF, ROWS, COLUMNS)
+        _backward_of(query, query_weight, cos, sin, roots, dout_query, None, None, None, None, dx, tile, num_tokens, query_stride,
+                     query_head_stride, dx_stride, HEADS, HALF, ROWS, COLUMNS)
     elif tile < of_query + of_key:
-        _backward_of(key, key_weight, cos, sin, roots + num_tokens * HEADS, dout_key, dout_value if value is None else None,
-                     dx + HEADS * 2 * HALF, tile - of_query, num_tokens, key_stride, key_head_stride, dx_stride, GROUPS, HALF, ROWS,
-                     COLUMNS)
+        _backward_of(key, key_weight, cos, sin, roots + num_tokens * HEADS, dout_key, dout_value if value is None else None, dkept_key,
+                     dkept_value, place, dx + HEADS * 2 * HALF, tile - of_query, num_tokens, key_stride, key_head_stride, dx_stride, GROUPS,
+                     HALF, ROWS, COLUMNS)
     elif value is not None:
-        _backward_of(value, None, None, None, roots + num_tokens * (HEADS + GROUPS), None, dout_value, dx + (HEADS + GROUPS) * 2 * HALF,
-                     tile - of_query - of_key, num_tokens, value_stride, value_head_stride, dx_stride, GROUPS, HALF, ROWS, COLUMNS)
+        _backward_of(value, None, None, None, roots + num_tokens * (HEADS + GROUPS), None, dout_value, None, dkept_value, place,
+                     dx + (HEADS + GROUPS) * 2 * HALF, tile - of_query - of_key, num_tokens, value_stride, value_head_stride, dx_stride,
+                     GROUPS, HALF, ROWS, COLUMNS)
 
 
 def _launch(query: Tensor, key: Tensor, value: Tensor | None) -> tuple[tuple[int], list[int], dict[str, int]]:
@@ -111,35 +140,41 @@ class _NormHeads(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, query: Tensor, key: Tensor, value: Tensor | None, query_weight: Tensor, key_weight: Tensor, cos: Tensor, sin: Tensor,
-                eps: float) -> tuple[Tensor, Tensor, Tensor]:
+                eps: float, place: Tensor | None, num_kept: int) -> tuple[Tensor, ...]:
         query, key, value = (x if x is None or x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
         outs = tuple(x.new_empty(x.shape) for x in (query, key, key))
+        kept = (None, None) if place is None else tuple(key.new_empty(num_kept, *key.shape[1:]) for _ in range(2))
         num_heads = query.shape[1] + key.shape[1] * (1 if value is None else 2)
         roots = torch.empty(len(query) * num_heads, dtype=torch.float32, device=query.device)
         programs, strides, shape = _launch(query, key, value)
         if len(query):
-            _forward[programs](query, key, value, query_weight, key_weight, cos, sin, *outs, roots, len(query), eps, *strides, **shape)
-        ctx.save_for_backward(query, key, value, query_weight, key_weight, cos, sin, roots)
-        return outs
+            _forward[programs](query, key, value, query_weight, key_weight, cos, sin, place, *outs, *kept, roots, len(query), eps, *strides,
+                               **shape)
+        ctx.save_for_backward(query, key, value, query_weight, key_weight, cos, sin, place, roots)
+        return outs if place is None else (*outs, *kept)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *douts: Tensor):
         query, key, value, *others = ctx.saved_tensors
+        douts = [dout.contiguous() for dout in douts]
         heads, groups, num_values = query.shape[1], key.shape[1], 0 if value is None else value.shape[1]
         dx = query.new_empty(len(query), heads + groups + num_values, query.shape[2])
         programs, strides, shape = _launch(query, key, value)
         if len(query):
-            _backward[programs](query, key, value, *others, *(dout.contiguous() for dout in douts), dx, len(query), *strides, dx.stride(0),
+            _backward[programs](query, key, value, *others, *douts, *[None] * (5 - len(douts)), dx, len(query), *strides, dx.stride(0),
                                 **shape)
         dquery, dkey, dvalue = dx.split([heads, groups, num_values], 1)
-        return dquery, dkey, None if value is None else dvalue, *[None] * 5
+        return dquery, dkey, None if value is None else dvalue, *[None] * 7
 
 
 def norm_heads(query: Tensor, key: Tensor, value: Tensor | None, query_weight: Tensor, key_weight: Tensor, cos: Tensor, sin: Tensor,
-               eps: float) -> tuple[Tensor, Tensor, Tensor]:
+               eps: float, place: Tensor | None = None, num_kept: int = 0) -> tuple[Tensor, ...]:
     """rms_norm of every head of query [T, h, d], key and value [T, g, d], the first two weighted and their pairs (i, i + d/2) turned by the
-    angles of cos, sin fp32 [T, d/2]; value None: the normed raw keys. Inputs may be strided; the weights get no gradient."""
+    angles of cos, sin fp32 [T, d/2]; value None: the normed raw keys. Inputs may be strided; the weights get no gradient.
+
+    With `place` int64 [T] also the keys and values [n, g, d] of `num_kept` tokens, in other tensors: a token's number among them, or -1.
+    """
     assert query.shape[-1] % 2 == 0 and cos.shape == sin.shape == (len(query), query.shape[-1] // 2), \
         f"{tuple(query.shape)}, angles {tuple(cos.shape)}"
-    return _NormHeads.apply(query, key, value, query_weight, key_weight, cos.contiguous(), sin.contiguous(), eps)
+    return _NormHeads.apply(query, key, value, query_weight, key_weight, cos.contiguous(), sin.contiguous(), eps, place, num_kept)

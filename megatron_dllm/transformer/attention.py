@@ -16,7 +16,7 @@ from .key_cache import BlockPlan, KeyCache
 from .norms import RMSNorm, rms_norm
 from .packed_attention import PackedPlan
 from .recompute import Recompute
-from .rotary import RotaryTable, norm_and_rotate_pair, norm_heads
+from .rotary import norm_and_rotate_pair, norm_heads, norm_heads_and_keep
 from .rows import take_distinct
 from .token_pass import LayerContext, LayerPass
 
@@ -47,20 +47,24 @@ class SelfAttention(nn.Module):
     def forward(self, x: Tensor, layer_pass: LayerPass, earlier: LayerContext | KeyCache | None) -> tuple[Tensor, LayerContext | None]:
         """y [T, H] from x [T, H], and the keys and values that a later pass needs. A cache at fixed addresses gets them by itself."""
         query, raw_key, raw_value = self._project(x, layer_pass.draws)
-        query, key, value = self._normed(query, raw_key, raw_value, layer_pass.rotary)
+        keeps = layer_pass.kept is not None and earlier is None
+        query, key, value, *kept = self._normed(query, raw_key, raw_value, layer_pass, keeps=keeps)
         if isinstance(layer_pass.attention, BlockPlan):
             return self.o_proj(layer_pass.attention.attend(query, key, value, earlier).flatten(1), layer_pass.draws), None
         if earlier is not None:
             key, value = torch.cat([earlier.key, key]), torch.cat([earlier.value, value])
         out = self.recompute("core_attn", self._attend, query, key, value, layer_pass.attention)
-        kept = None if layer_pass.kept is None else LayerContext(take_distinct(key, layer_pass.kept), take_distinct(value, layer_pass.kept))
-        return self.o_proj(out.flatten(1), layer_pass.draws), kept
+        if layer_pass.kept is not None and not kept:
+            kept = take_distinct(key, layer_pass.kept), take_distinct(value, layer_pass.kept)
+        return self.o_proj(out.flatten(1), layer_pass.draws), LayerContext(*kept) if kept else None
 
-    def _normed(self, query: Tensor, key: Tensor, value: Tensor, table: RotaryTable) -> tuple[Tensor, Tensor, Tensor]:
-        """All three normed, queries and keys turned."""
-        weights = self.q_norm.weight, self.k_norm.weight
+    def _normed(self, query: Tensor, key: Tensor, value: Tensor, layer_pass: LayerPass, *, keeps: bool) -> tuple[Tensor, ...]:
+        """All three normed, queries and keys turned; with `keeps`, where our kernel does it, also the keys and values to hand on."""
+        weights, table = (self.q_norm.weight, self.k_norm.weight), layer_pass.rotary
         # Our kernel for all of them gives the weights no gradient.
         if self.turn is norm_and_rotate_pair and not (takes(query) and any(weight.requires_grad for weight in weights)):
+            if keeps and takes(query):
+                return norm_heads_and_keep(query, key, value, *weights, table, self.eps, layer_pass.places, len(layer_pass.kept))
             return norm_heads(query, key, value, *weights, table, self.eps)
         return *self.turn(query, key, *weights, table, self.eps), rms_norm(value, None, self.eps)
 

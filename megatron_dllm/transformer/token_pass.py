@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -33,6 +34,12 @@ class LayerPass:
     attention: AttentionPlan | ShardedPlan | PackedPlan | BlockPlan
     kept: Tensor | None
     draws: TokenDraws | None = None
+
+    @cached_property
+    def places(self) -> Tensor:
+        """int64 [T], of a pass without a context of its own: each token's number in `kept`, or -1. Made when it is first asked for."""
+        places = self.kept.new_full((len(self.rotary.cos),), -1)
+        return places.index_copy_(0, self.kept, torch.arange(len(self.kept), device=places.device))
 
 
 @dataclass(frozen=True)

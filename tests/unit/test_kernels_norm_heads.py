@@ -4,6 +4,7 @@ import torch
 
 from megatron_dllm.kernels import reference
 from megatron_dllm.transformer import norms, rotary
+from megatron_dllm.transformer.token_pass import LayerPass
 from tests.unit.kernel_cases import DEVICES, check, draw, need_kernels, outputs_and_gradients
 
 EPS = 1e-3
@@ -65,3 +66,37 @@ def test_parts_of_a_fused_projection_and_repeats(device):
     y, dfused = outputs_and_gradients(split, [*tables, fused], dy)
     assert all(torch.equal(*pair) for pair in zip(first, again, strict=True))
     assert torch.equal(y, first[0]) and torch.equal(dfused, torch.cat(first[1:], 1).flatten(1))
+
+
+@DEVICES
+@pytest.mark.parametrize("has_value", [True, False], ids=["values", "raw keys"])
+@pytest.mark.parametrize("num_kept", [0, 7, 11])
+def test_keys_and_values_that_are_handed_on(num_kept, has_value, device):
+    need_kernels(device)
+    from megatron_dllm.kernels.norm_heads import norm_heads
+
+    # Fewer tokens, and more, than a tile has.
+    inputs, _ = arguments((11, 4, 2, 256), torch.float32, device, has_value)
+    index = torch.randperm(11, generator=torch.Generator().manual_seed(2))[:num_kept].to(device)
+    table = rotary.RotaryTable(inputs[0][:, None], inputs[1][:, None])
+    places = LayerPass(table, None, index).places
+    assert places.tolist() == [index.tolist().index(token) if token in index.tolist() else -1 for token in range(11)]
+    sizes = [11 * 4 * 256, *[11 * 2 * 256] * 2, *[num_kept * 2 * 256] * 2]
+    dy = draw(sum(sizes), dtype=torch.float32, device=device, grad=False)
+
+    def flat(function):
+        def run(cos, sin, query_weight, key_weight, query, key, value=None):
+            return torch.cat([out.flatten() for out in function(query, key, value, query_weight, key_weight, cos, sin, EPS)])
+
+        return run
+
+    def taken(norm):
+        def function(query, key, value, query_weight, key_weight, cos, sin, eps):
+            outs = apart(norm)(cos, sin, query_weight, key_weight, query, key, value)
+            query, key, value = (part.unflatten(1, (-1, 256)) for part in outs.split([4 * 256, 2 * 256, 2 * 256], 1))
+            return query, key, value, key[index], value[index]
+
+        return flat(function)
+
+    kept = flat(lambda *args: norm_heads(*args, places, num_kept))
+    check(kept, taken(reference.rms_norm), taken(norms._RMSNorm.apply), inputs, dy, units=8)
