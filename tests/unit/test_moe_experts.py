@@ -1,10 +1,16 @@
 """Grouped matrix products against the loop, and what each is chosen for."""
 
+import dataclasses
+
 import pytest
 import torch
+import torch.nn.functional as F
 
-from megatron_dllm.moe.experts import choose_product, grouped_linear, looped_linear
+from megatron_dllm.config import PRESETS
+from megatron_dllm.moe.experts import Experts, choose_product, grouped_linear, looped_linear
 from megatron_dllm.moe.permute import permute, sort_by_expert, sort_by_local_expert, unpermute
+from megatron_dllm.parallel import ParallelContext
+from megatron_dllm.tensor_parallel import Initializer
 
 COUNTS = {"usual": (3, 0, 5, 1), "none": (0, 0, 0, 0), "all in one": (0, 9, 0, 0), "more than 256": (1, 0, 300, 2)}
 
@@ -56,6 +62,24 @@ def test_choose_product(dtype, device, hidden, inner, grouped, chosen):
 def test_both_products_are_equal_to_the_bit_on_a_cpu(counts):
     grouped, looped = (results(product, torch.float32, counts, False) for product in (grouped_linear, looped_linear))
     assert all(torch.equal(a, b) for a, b in zip(grouped, looped, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+def test_the_whole_feed_forward_equals_its_parts(counts, dtype):
+    config = dataclasses.replace(PRESETS["toy"], hidden_size=16, moe_ffn_hidden_size=8, num_experts=4)
+    experts = Experts("experts", config, context=ParallelContext.single(), init=Initializer(3, 0.5), dtype=dtype)
+    assert experts.product is grouped_linear
+    rows = torch.randn(sum(counts), 16, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
+    counts = torch.tensor(counts)
+
+    def with_gradients(y):
+        weights = torch.linspace(-1, 1, 16, dtype=dtype).expand_as(y)
+        return y.detach(), *torch.autograd.grad((y * weights).sum(), [rows, *experts.parameters()])
+
+    hidden = grouped_linear(rows, experts.gate_up.flatten(1, 2), counts).unflatten(1, (2, -1))
+    parts = with_gradients(grouped_linear(F.gelu(hidden[:, 0], approximate="tanh") * hidden[:, 1], experts.down, counts))
+    assert all(torch.equal(a, b) for a, b in zip(with_gradients(experts(rows, counts)), parts, strict=True))
 
 
 def test_sort_by_local_expert_leaves_other_choices_out():
