@@ -90,12 +90,44 @@ def route(logits: Tensor, scale: Tensor, bias: Tensor | None, choices: int, give
 
 def route_in_torch(logits: Tensor, scale: Tensor, bias: Tensor | None, choices: int, given: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """`route` without kernels."""
-    probabilities = logits.softmax(-1)
-    indices = given
-    if indices is None:
-        scores = probabilities.detach()
-        indices = (scores if bias is None else scores + bias).topk(choices, dim=-1).indices
-    # Read by index in both cases, so that a replay keeps and computes exactly what the forward did.
-    chosen = probabilities.gather(-1, indices)
-    # Scaled before the gather: the gradient of scale[indices] would add [T, k] numbers up in E places, 4 ms for each layer.
-    return (probabilities * scale).gather(-1, indices) / chosen.sum(-1, keepdim=True), indices, probabilities
+    return _Route.apply(logits, scale, bias, choices, given)
+
+
+class _Route(torch.autograd.Function):
+    """w = s * scale of chosen experts, with s = p / sum of the chosen p. Saved: p, s, w and the indices.
+
+    ds at the logits: dw * w - s * sum of dw * w at the chosen, zero at the others.
+    """
+
+    @staticmethod
+    def forward(ctx, logits: Tensor, scale: Tensor, bias: Tensor | None, choices: int, given: Tensor | None):
+        probabilities = logits.softmax(-1)
+        if given is None:
+            indices = (probabilities if bias is None else probabilities + bias).topk(choices, dim=-1).indices
+        else:
+            indices = given.view_as(given)
+        # Read by index in both cases, so that a replay computes exactly what the forward did.
+        chosen = probabilities.gather(-1, indices)
+        total = chosen.sum(-1, keepdim=True)
+        weights = (chosen * scale.index_select(0, indices.reshape(-1)).view_as(indices)).div_(total)
+        ctx.save_for_backward(probabilities, chosen.div_(total), weights, indices)
+        ctx.mark_non_differentiable(indices)
+        ctx.set_materialize_grads(False)
+        return weights, indices, probabilities
+
+    @staticmethod
+    def backward(ctx, dweights: Tensor | None, _, dprobabilities: Tensor | None):
+        probabilities, share, weights, indices = ctx.saved_tensors
+        dlogits = dscale = None
+        if dweights is not None:
+            products = dweights * weights
+            of_chosen = products - share * products.sum(-1, keepdim=True)
+            dlogits = torch.zeros_like(probabilities).scatter_(1, indices, of_chosen)
+            if ctx.needs_input_grad[1]:
+                # Placed and summed, not added up in E places: on a GPU these would be in no fixed order.
+                dscale = torch.zeros_like(probabilities).scatter_(1, indices, dweights * share).sum(0)
+        if dprobabilities is not None:
+            inner = (dprobabilities * probabilities).sum(-1, keepdim=True)
+            of_all = (dprobabilities - inner).mul_(probabilities)
+            dlogits = of_all if dlogits is None else dlogits.add_(of_all)
+        return dlogits, dscale, None, None, None
