@@ -173,23 +173,32 @@ class Timing:
 
 def measure(step: Callable[[], float], device: torch.device, *, warmup: int = 2, repeats: int = 5) -> Timing:
     """Time `step`, which returns a number that it read from the device, so that nothing is left running."""
+    return measure_in_turn([step], device, warmup=warmup, repeats=repeats)[0]
+
+
+def measure_in_turn(steps: Sequence[Callable[[], float]], device: torch.device, *, warmup: int = 2, repeats: int = 5) -> list[Timing]:
+    """Time each step once after the other, `repeats` times, so that a clock that changes meanwhile changes for all of them; the memory is
+    that of all together."""
     release_memory(device)
-    for _ in range(warmup):
-        step()
+    for step in steps:
+        for _ in range(warmup):
+            step()
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
-    times = []
+    times: list[list[float]] = [[] for _ in steps]
+    values = [0.0] * len(steps)
     for _ in range(repeats):
-        start = time.perf_counter()
-        value = step()
-        if on_gpu:
-            torch.cuda.synchronize(device)
-        times.append((time.perf_counter() - start) * 1e3)
+        for number, step in enumerate(steps):
+            start = time.perf_counter()
+            values[number] = step()
+            if on_gpu:
+                torch.cuda.synchronize(device)
+            times[number].append((time.perf_counter() - start) * 1e3)
     # Not what is allocated: a graph's memory is in a pool that counts as free between replays.
     peak = torch.cuda.max_memory_reserved(device) / 2**30 if on_gpu else 0.0
-    return Timing(statistics.median(times), min(times), max(times), peak, value)
+    return [Timing(statistics.median(own), min(own), max(own), peak, value) for own, value in zip(times, values, strict=True)]
 
 
 def measure_ranks(step: Callable[[], float], context: ParallelContext, *, prepare: Callable[[], None], warmup: int = 2,
