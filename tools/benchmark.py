@@ -19,6 +19,7 @@ SUITES = {
     "cpu": ("training", "training steps of the toy beside transformers, on a CPU"),
     "adapters": ("adapters", "training steps of low-rank adapters on a frozen model beside transformers with PEFT"),
     "kernels": ("kernels", "attention, the experts' products and mHC beside torch"),
+    "engine": ("engine", "attention, rotary and cross entropy by Transformer Engine beside ours"),
     "generation": ("generation", "a denoising step of generation beside transformers"),
     "pipeline": ("pipeline", "PP2 and PP2/VPP2 beside one process, with mHC and without: equal steps, time, bubble"),
     "context": ("context", "optimizer steps on documents of 100,096 tokens, on one GPU or shared by several: tokens/s, memory, bytes"),

@@ -33,8 +33,8 @@ class TrainingConfig:
         "local",
     )
     attention_backend: Literal["local", "transformer_engine"] = flag(
-        "What computes attention in training: ours, in one launch for clean tokens and canvases of any lengths, or Transformer Engine's "
-        "(cuDNN), which has heads up to 256 and plans anew for other lengths; wider ones stay ours.",
+        "What computes attention in training: ours, in one launch for clean tokens and canvases, or Transformer Engine's (cuDNN), which "
+        "has heads up to 256, takes both apart and keeps the host longer; wider heads stay ours.",
         "local",
     )
     rotary_backend: Literal["local", "transformer_engine"] = flag(

@@ -20,7 +20,7 @@ from .rows import Rows
 from .visibility import CLEAN, Visibility
 
 WIDEST_HEAD = 256  # of that package's attention on sm_90
-LENGTH_MULTIPLE = 128  # of the lengths that it is told: it looks for a kernel anew when they change
+LENGTH_MULTIPLE = 128  # of the longest lengths, so that it is told fewer different ones
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ BATCHES = {"odd": ([1, 300, 129, 37], [(1, 299, 33), (1, 20, 16), (3, 1, 3)]), "
 
 
 @pytest.mark.parametrize("window", [None, 100])
-@pytest.mark.parametrize("head_dim", [64, 256])
+@pytest.mark.parametrize("head_dim", [8, 64, 256])
 @pytest.mark.parametrize("batch", BATCHES)
 def test_attention(head_dim, window, batch):
     engine()
