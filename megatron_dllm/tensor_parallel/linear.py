@@ -39,7 +39,8 @@ def column_linear(x: Tensor, weights: Sequence[Tensor], *, tp: Group, sequence_p
         flat = [F.linear(x, weight.flatten(0, -2)) for weight in weights]
     else:
         flat = _ColumnLinear.apply(x, tp, sequence_parallel, *(weight.flatten(0, -2) for weight in weights))
-    return tuple(y.unflatten(1, weight.shape[:-1]) for y, weight in zip(flat, weights, strict=True))
+    # A view takes a node of autograd, also one of the same shape.
+    return tuple(y if weight.dim() == 2 else y.unflatten(1, weight.shape[:-1]) for y, weight in zip(flat, weights, strict=True))
 
 
 def row_linear(x: Tensor, weight: Tensor, *, tp: Group, sequence_parallel: bool, product: LinearProduct = F.linear) -> Tensor:
