@@ -8,6 +8,7 @@ from torch import Tensor
 
 COLUMNS = 2048  # 8 warps, 8 logits a thread
 PARTS = 4  # a token's vocabulary is read by so many programs: 512 tokens (a chunk at 262144 rows) then fill 132 processors evenly
+STAGES = 4
 # A soft cap up to which exp(logit - cap) is summed without the largest logit: the least such number, exp(-80), is far from fp32's.
 LARGEST_KNOWN_PEAK = 40.0
 
@@ -38,7 +39,7 @@ def _logits(values, column, softcap, seen, extra, HAS_CAP: tl.constexpr, HAS_BON
 
 @triton.jit
 def _statistics(product, target, observed, bonus, own, num_tokens, width, softcap, PARTS: tl.constexpr, COLUMNS: tl.constexpr,
-                HAS_CAP: tl.constexpr, HAS_BONUS: tl.constexpr, HAS_PEAK: tl.constexpr, IS_WHOLE: tl.constexpr):
+                HAS_CAP: tl.constexpr, HAS_BONUS: tl.constexpr, HAS_PEAK: tl.constexpr, IS_WHOLE: tl.constexpr, STAGES: tl.constexpr):
     """With HAS_PEAK no logit is above the soft cap, which is then taken off before exp instead of the largest so far. IS_WHOLE: each part
     is a multiple of COLUMNS."""
     token, part = tl.program_id(0), tl.program_id(1)
@@ -48,14 +49,14 @@ def _statistics(product, target, observed, bonus, own, num_tokens, width, softca
     seen, extra = 0, 0.0
     if HAS_BONUS:
         seen, extra = tl.load(observed + token).to(tl.int32), tl.load(bonus + token).to(tl.float32)
-    column = part * per_part + tl.arange(0, COLUMNS)
     end = tl.minimum((part + 1) * per_part, width)
     # Each lane has its own largest so far, the sum of exp(logit - largest), and where the largest came first.
     largest = tl.full((COLUMNS,), -3e38, tl.float32)
     total = tl.zeros((COLUMNS,), tl.float32)
     first = tl.full((COLUMNS,), 2147483647, tl.int32)
-    at = part * per_part
-    while at < end:
+    # In stages: what a program has read ahead is what keeps the memory busy.
+    for at in tl.range(part * per_part, end, COLUMNS, num_stages=STAGES):
+        column = at + tl.arange(0, COLUMNS)
         inside = None if IS_WHOLE else column < end
         values = tl.load(product + column, mask=inside).to(tl.float32)
         logits, _ = _logits(values, column, softcap, seen, extra, HAS_CAP, HAS_BONUS)
@@ -69,8 +70,6 @@ def _statistics(product, target, observed, bonus, own, num_tokens, width, softca
             total = tl.where(above, total * small + 1, total + small)
         first = tl.where(above, column, first)
         largest = tl.where(above, logits, largest)
-        column += COLUMNS
-        at += COLUMNS
     overall = tl.max(largest, 0)
     if HAS_PEAK:
         # A part without tokens has a sum of zero and no largest logit.
@@ -132,7 +131,7 @@ def softmax_statistics(product: Tensor, target: Tensor, softcap: float | None, o
         _statistics[(num_tokens, PARTS)](product, target, observed, bonus, own, num_tokens, width, softcap or 1.0, PARTS=PARTS,
                                          COLUMNS=COLUMNS, HAS_CAP=softcap is not None, HAS_BONUS=observed is not None,
                                          HAS_PEAK=observed is None and softcap is not None and softcap <= LARGEST_KNOWN_PEAK,
-                                         IS_WHOLE=width % (PARTS * COLUMNS) == 0, num_warps=8)
+                                         IS_WHOLE=width % (PARTS * COLUMNS) == 0, STAGES=STAGES, num_warps=8)
     return own
 
 

@@ -25,6 +25,7 @@ from .launch import next_power_of_2
 
 MOST_MATRICES, MOST_COLUMNS = 3, 64  # of A x, of a matrix: more would not fit the registers, and suit large products
 LEAST_COLUMNS = 16  # of a product on tensor cores
+MANY_ROWS = 4096
 PARTS = 8  # that a gradient over rows is summed in
 
 
@@ -253,9 +254,13 @@ def _precision(x: Tensor) -> str:
     return "ieee" if x.dtype == torch.float32 else "tf32"
 
 
-def _step(x: Tensor) -> int:
-    """Of the inner dimension of thin products, of which three stages fit shared memory."""
-    return 512 // x.itemsize if x.itemsize < 4 else 64
+def _thin(x: Tensor, num_rows: int, columns: int) -> tuple[int, int]:
+    """Rows of a program of a thin product, and the step of its inner dimension, of which three fit shared memory.
+
+    From 64 rows on there are instructions for a group of warps, which take many rows in half of the time; few rows want more programs.
+    """
+    rows = 64 if num_rows >= MANY_ROWS else 16
+    return rows, 64 if x.itemsize == 4 else 128 if rows == 64 or columns > 128 else 256
 
 
 def narrow(x: Tensor, a: Sequence[Tensor]) -> Tensor:
@@ -263,11 +268,11 @@ def narrow(x: Tensor, a: Sequence[Tensor]) -> Tensor:
     num_rows, depth = x.shape
     ranks = a[0].numel() // depth
     low = x.new_empty(num_rows, len(a) * ranks)
-    rows = 32 if num_rows >= 4096 else 16
+    rows, step = _thin(x, num_rows, len(a) * _columns(ranks))
     if num_rows:
         _narrow[(triton.cdiv(num_rows, rows),)](
-            x, *_three(a), low, num_rows, depth, x.stride(0), low.stride(0), MATRICES=len(a), RANKS=ranks, ROWS=rows, STEP=_step(x),
-            COLUMNS=_columns(ranks), STAGES=3 if rows == 32 else 4, PRECISION=_precision(x))
+            x, *_three(a), low, num_rows, depth, x.stride(0), low.stride(0), MATRICES=len(a), RANKS=ranks, ROWS=rows, STEP=step,
+            COLUMNS=_columns(ranks), STAGES=4, PRECISION=_precision(x))
     return low
 
 
@@ -286,7 +291,8 @@ def widen(low: Tensor, b: Sequence[Tensor], scale: float) -> Tensor:
 
 def outward(dys: Sequence[Tensor], b: Sequence[Tensor], low: Tensor, scale: float, num_live: int) -> tuple[Tensor, Tensor]:
     """dlow [n, R], and dB in parts, fp32 [parts, all of B], of dys [T, P F], whose rows may be strided, and low [T, R]."""
-    rank, parts, rows, columns, tall = b[0].shape[-1], _num_parts(b[0]), 16, 64, 64
+    rank, parts, columns, tall = b[0].shape[-1], _num_parts(b[0]), 64, 64
+    rows, step = _thin(low, num_live, _columns(rank))
     num_wide, chunk = sum(each.numel() for each in b), _chunk(num_live, tall)
     num_chunks = triton.cdiv(num_live, chunk)
     dlow, db = low.new_empty(num_live, low.shape[1]), low.new_empty(num_chunks, num_wide, dtype=torch.float32)
@@ -296,7 +302,7 @@ def outward(dys: Sequence[Tensor], b: Sequence[Tensor], low: Tensor, scale: floa
         _outward[((num_narrow + blocks) * num_chunks,)](
             *_three(dys), *_three(b), low, dlow, db, num_live, chunk, num_narrow, blocks, low.stride(0),
             *_three([dy.stride(0) for dy in dys]), *_widths(b), num_wide, scale, MATRICES=len(b), PARTS=parts, RANK=rank, ROWS=rows,
-            STEP=_step(low), INNER=_columns(rank), COLUMNS=columns, TALL=tall, STAGES=4, PRECISION=_precision(low))
+            STEP=step, INNER=_columns(rank), COLUMNS=columns, TALL=tall, STAGES=4, PRECISION=_precision(low))
     return dlow, db
 
 
@@ -317,7 +323,7 @@ def inward(dlow: Tensor, a: Sequence[Tensor], x: Tensor, scale: float, *, wants_
     if num_programs:
         _inward[(triton.cdiv(depth, columns), num_chunks)](
             dlow, *_three(a), x, dx, da, num_programs, num_live, chunk, depth, x.stride(0), dlow.stride(0), scale, MATRICES=len(a),
-            RANKS=ranks, ROWS=rows, COLUMNS=columns, INNER=_columns(ranks), STAGES=2, PRECISION=_precision(x))
+            RANKS=ranks, ROWS=rows, COLUMNS=columns, INNER=_columns(ranks), STAGES=4, PRECISION=_precision(x))
     return dx, da
 
 

@@ -15,6 +15,8 @@ from .launch import next_power_of_2, persistent_programs
 from .rms_norm import sum_partials
 
 WARPS = 16  # of a program that holds a row of 2816 and up to four partial sums as wide: 8 numbers of each a thread
+# Without the sums; of 5120 rows on an H200, forward and backward: after_attention 119 us, by 16 warps 136; after_feed_forward 109 and 116.
+FROZEN_WARPS = 8
 
 
 @triton.jit
@@ -150,9 +152,9 @@ def _fed_forward_backward(a, b, weight_a, weight_b, weight, scalars, roots, dy, 
         tl.store(at + 2 * WIDTH, dweight, mask=inside)
 
 
-def _columns(width: int) -> dict[str, int]:
+def _columns(width: int, wants_weights: bool) -> dict[str, int]:
     columns = next_power_of_2(width)
-    return {"WIDTH": width, "COLUMNS": columns, "num_warps": max(1, min(WARPS, columns // 128))}
+    return {"WIDTH": width, "COLUMNS": columns, "num_warps": max(1, min(WARPS if wants_weights else FROZEN_WARPS, columns // 128))}
 
 
 def _partial(rows: Tensor, wants: bool, width: int) -> tuple[int, Tensor | None]:
@@ -182,7 +184,7 @@ class _Attended(torch.autograd.Function):
         roots = torch.empty(num_rows, 2, dtype=torch.float32, device=x.device)
         if num_rows:
             _attended[(num_rows,)](x, y, weight, weight_1, weight_2, weight_3, h, out_1, out_2, out_3, roots, factor, eps, MEETS=meets,
-                                   **_columns(width))
+                                   **_columns(width, any(ctx.needs_input_grad[2:6])))
         ctx.save_for_backward(y, h, weight, weight_1, weight_2, weight_3, roots)
         ctx.factor = factor
         return (h, out_1, out_2, out_3) if meets else (out_1, out_2, out_3)
@@ -199,7 +201,8 @@ class _Attended(torch.autograd.Function):
         programs, partial = _partial(h, any(wants), 3 * width)
         _, partial_3 = _partial(h, any(wants), width)
         _attended_backward[(programs,)](y, h, weight, weight_1, weight_2, weight_3, roots, dh, dout_1, dout_2, dout_3, dx, dy, partial,
-                                        partial_3, ctx.factor, num_rows, WANTS_WEIGHTS=any(wants), MEETS=meets, **_columns(width))
+                                        partial_3, ctx.factor, num_rows, WANTS_WEIGHTS=any(wants), MEETS=meets,
+                                        **_columns(width, any(wants)))
         if not any(wants):
             return dx, dy, *[None] * 6
         sums = *sum_partials(partial, weight_1.dtype).split(width), sum_partials(partial_3, weight_3.dtype)
@@ -218,7 +221,7 @@ class _FedForward(torch.autograd.Function):
         y, roots = torch.empty_like(h if meets else a), torch.empty(num_rows, 3, dtype=torch.float32, device=a.device)
         if num_rows:
             _fed_forward[(num_rows,)](h, a, b, weight_a, weight_b, weight, scalars, y, roots, num_first, eps, MEETS=meets,
-                                      **_columns(width))
+                                      **_columns(width, any(ctx.needs_input_grad[3:6])))
         ctx.save_for_backward(a, b, weight_a, weight_b, weight, scalars, roots)
         ctx.num_first = num_first
         return y
@@ -234,7 +237,7 @@ class _FedForward(torch.autograd.Function):
             return dh, da, db, *_zeros((weight_a, weight_b, weight), wants), None, None, None
         programs, partial = _partial(a, any(wants), 3 * width)
         _fed_forward_backward[(programs,)](a, b, weight_a, weight_b, weight, scalars, roots, dy.contiguous(), dh, da, db, partial,
-                                           ctx.num_first, num_rows, WANTS_WEIGHTS=any(wants), MEETS=meets, **_columns(width))
+                                           ctx.num_first, num_rows, WANTS_WEIGHTS=any(wants), MEETS=meets, **_columns(width, any(wants)))
         if not any(wants):
             return dh, da, db, *[None] * 6
         sums = sum_partials(partial, weight.dtype).split(width)

@@ -10,7 +10,8 @@ from tests.unit.launch_count import LaunchCounter
 SCALE = 1.5
 # rank, inputs, outputs: of each matrix; (2, n) of a fused one
 SHAPES = {"one": (16, 264, [(70,)]), "three of one input": (16, 40, [(136,), (24,), (64,)]), "two": (3, 17, [(9,), (130,)]),
-          "fused": (5, 33, [(2, 67)]), "wide rank": (48, 64, [(96,)])}
+          "fused": (5, 33, [(2, 67)]), "wide rank": (48, 64, [(96,)]),
+          "three of wide rank": (40, 48, [(20,), (9,), (17,)])}
 
 
 def arguments(kind, num_rows, dtype, device, wants_x=True):
