@@ -136,13 +136,13 @@ def cases(ranks: int, size: Size) -> list[Case]:
     long = (*layers, *common, "--seq-length", str(size.long_length), "--global-batch-size", "1", "--encoder-loss-tokens", "response")
     return [
         *found,
-        Case("mhc, one device", "sft_26b", 1, (*streams, alone[2]), None),
-        Case(f"pp{stages} vpp2, mHC {STREAMS}", "sft_26b", ranks, (
-            *streams, "--pipeline-model-parallel-size", str(stages), "--pipeline-model-parallel-layout", INTERLEAVED[stages]),
-            "mhc, one device", keep),
         Case("lora long, one device", "lora_26b", 1, long, None, is_long=True),
         # Attention is most of the work, so its results are kept.
         Case(f"cp{ranks}, lora, long", "lora_26b", ranks, (
             *long, "--context-parallel-size", str(ranks), "--use-distributed-optimizer", "--recompute-granularity", "selective",
             "--recompute-modules", "moe"), "lora long, one device", is_long=True),
+        Case("mhc, one device", "sft_26b", 1, (*streams, alone[2]), None),
+        Case(f"pp{stages} vpp2, mHC {STREAMS}", "sft_26b", ranks, (
+            *streams, "--pipeline-model-parallel-size", str(stages), "--pipeline-model-parallel-layout", INTERLEAVED[stages]),
+            "mhc, one device", keep),
     ]
