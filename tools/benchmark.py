@@ -16,7 +16,7 @@ SUITES = {
     "h200": ("h200", "the suites training, adapters, generation and kernels, one after the other, on one GPU"),
     "training": ("training", "training steps of real width beside transformers, on one GPU"),
     "scaling": ("scaling", "forward and backward of one global batch on one GPU and on two: dp2, tp2+sp, ep2, cp2"),
-    "cpu": ("training", "training steps of the toy beside transformers, on a CPU"),
+    "cpu": ("toy", "training steps of the toy beside transformers, on a CPU"),
     "adapters": ("adapters", "training steps of low-rank adapters on a frozen model beside transformers with PEFT"),
     "kernels": ("kernels", "attention, the experts' products and mHC beside torch"),
     "engine": ("engine", "attention, rotary and cross entropy by Transformer Engine beside ours"),

@@ -35,7 +35,6 @@ from .workload import (
     real_width,
     release_memory,
     synthetic,
-    toy_width,
     utilization,
 )
 
@@ -61,7 +60,6 @@ H200_ROWS = (
     Row("1 x 4096, all canvases", 1, 4096, None, 2.5, all_canvases=True), Row("1 x 32768", 1, 32768),
     Row("4 x 1024, mHC n = 4", 4, 1024, streams=4), Row("4 x 1024 with AdamW", 4, 1024, 2.0, optimizer=True))
 MHC_COST = 0.05  # the most that streams may add to a step
-CPU_ROWS = (Row("4 x 128", 4, 128, 1.5), Row("1 x 512", 1, 512, 1.5), Row("1 x 64", 1, 64, 1.5))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,17 +71,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the table; the number of rows whose losses disagree or that are slower than their aim."""
-    on_gpu = arguments.suite == "training"
-    if on_gpu and not torch.cuda.is_available():
+    if not torch.cuda.is_available():
         raise SystemExit("error: the suite training needs a CUDA device, and torch sees none; --suite cpu runs here")
-    device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
-    rows = [row for row in (H200_ROWS if on_gpu else CPU_ROWS) if not arguments.rows or row.name in arguments.rows]
-    width = real_width if on_gpu else toy_width
-    dtype = torch.bfloat16 if on_gpu else torch.float32
-    machine = torch.cuda.get_device_name(device) if on_gpu else "CPU"
-    print(f"torch {torch.__version__}, {machine}, both sides compute in {dtype}")
-    failed = not agree_in_fp32(width(["sliding", "full"]), device)
-    lines = [result for row in rows for result in _run_row(row, width(SIX), device, dtype, arguments)]
+    device = torch.device("cuda", 0)
+    rows = [row for row in H200_ROWS if not arguments.rows or row.name in arguments.rows]
+    machine = torch.cuda.get_device_name(device)
+    print(f"torch {torch.__version__}, {machine}, both sides compute in bf16")
+    failed = not agree_in_fp32(real_width(["sliding", "full"]), device)
+    lines = [result for row in rows for result in _run_row(row, real_width(SIX), device, torch.bfloat16, arguments)]
     print(describe_peak(peak_of(device, peak_tflops=None), machine))
     print(f"{'row':24} {'peer':12} {'ours ms':>9} {'peer ms':>9} {'ratio':>6} {'aim':>5} {'MFU':>5} {'ours GiB':>9} {'peer GiB':>9} "
           f"{'ours loss':>10} {'peer loss':>10} gradients of ours / of the peer")
