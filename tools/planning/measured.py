@@ -1,4 +1,7 @@
-"""What was measured (docs/performance.md), as runs that the planner can plan: to see how far its figures are from them."""
+"""What was measured by 30 November 2026 (docs/performance.md of that day), as runs that the planner can plan: to see how far it is from them.
+
+Faster kernels since then make the planner's figures too high; constants are to be fitted anew then, and the figures replaced together.
+"""
 from __future__ import annotations
 
 from dataclasses import dataclass
