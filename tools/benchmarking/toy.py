@@ -151,7 +151,7 @@ def _with_passes(row: Row, config: ModelConfig, workload: Workload) -> Workload:
 
 
 def in_turn(ours: Callable[[], float], theirs: Callable[[], float], repeats: int) -> Turns:
-    """Time both sides, a step of each in turn. As in timeit, Python's collector of cycles waits meanwhile: it would run in either side's."""
+    """Time both sides, a step of each in turn. As in timeit, Python's collector of cycles waits meanwhile."""
     for _ in range(WARMUP):
         ours()
         theirs()
