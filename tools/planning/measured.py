@@ -1,4 +1,4 @@
-"""What was measured by 30 November 2026 (docs/performance.md of that day), as runs that the planner can plan: to see how far it is from them.
+"""What was measured by 30 November 2026 (docs/performance.md of that day), as runs that the planner can plan: to see how far off it is.
 
 Faster kernels since then make the planner's figures too high; constants are to be fitted anew then, and the figures replaced together.
 """
