@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import ModelConfig
-from ..kernels.launch import takes
+from ..kernels.launch import has_large_shared_memory, takes
 from ..kernels.tally import Tally
 from ..parallel import ParallelContext, place
 from ..tensor_parallel.initialization import Constant, Init, make_parameter
@@ -41,7 +41,7 @@ class Router(nn.Module):
         super().__init__()
         self.bias = ExpertBias(config.num_experts, bias_rate, accumulation_dtype(dtype), context) if bias_rate else None
         self.topk, self.eps, self.root = config.moe_router_topk, config.norm_epsilon, config.hidden_size ** -0.5
-        self.adapter = unadapted
+        self.adapter, self.multiplies_by_kernel = unadapted, has_large_shared_memory(context.device)
         held = accumulation_dtype(dtype)
 
         def parameter(which: str, shape: tuple[int, ...], how: Init) -> nn.Parameter:
@@ -62,7 +62,8 @@ class Router(nn.Module):
 
     def is_one_function(self, scaled: Tensor) -> bool:
         """Whether kernels take what `scaled` gives all the way, so that they can count (see Tally), unless somebody needs the logits."""
-        return self.adapter is unadapted and scaled.dtype == torch.float32 and takes(scaled, self.weight, self.per_expert_scale)
+        is_alone = self.multiplies_by_kernel and self.adapter is unadapted
+        return is_alone and scaled.dtype == torch.float32 and takes(scaled, self.weight, self.per_expert_scale)
 
     def forward(self, scaled: Tensor, indices: Tensor | None = None, *, needs_logits: bool = True, tally: Tally | None = None) -> Routing:
         """The routing of what `scaled` gives; with `indices` [T, k], which a recompute has from its forward, the weights at these."""

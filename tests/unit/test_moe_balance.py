@@ -146,7 +146,8 @@ def test_what_kernels_count_is_what_torch_does(aux, device, monkeypatch):
     found = []
     for by_kernel in (False, True):
         if device == "cpu" or not by_kernel:
-            monkeypatch.setattr(router_module, "takes", lambda *x, by_kernel=by_kernel: by_kernel)
+            for name in ("takes", "has_large_shared_memory"):
+                monkeypatch.setattr(router_module, name, lambda *x, by_kernel=by_kernel: by_kernel)
         monitor = RoutingMonitor()
         moe, context = MoEConfig(moe_aux_loss_coeff=aux), ParallelContext.single(place)
         layers = [MoELayer(
