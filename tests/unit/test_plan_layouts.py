@@ -102,6 +102,8 @@ def test_layouts_are_legal_and_differ():
     runs = {plan.run.parallel for plan in found}
     assert {(p.tensor_model_parallel_size, p.context_parallel_size, p.pipeline_model_parallel_size, p.expert_model_parallel_size)
             for p in runs} >= {(1, 1, 1, 1), (2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2)}
+    # Experts over both: their state is on one rank alone, that of dense weights can be shared.
+    assert any(p.use_distributed_optimizer for p in runs if p.expert_model_parallel_size == 2 and p.tensor_model_parallel_size == 1)
     by_pp = {p.run.parallel.pipeline_model_parallel_size: p.time.bubble for p in found}
     assert by_pp[1] == 0 and by_pp[2] > 0
     assert len({(p.run.parallel, p.run.training) for p in found}) == len(found)
@@ -151,6 +153,14 @@ def test_parts_of_a_step():
     apart = time_of("--expert-model-parallel-size 2 --draft-pass apart")
     assert apart.launches == pytest.approx(spread.launches * 4 / 6) and apart.compute < spread.compute
     assert time_of("--draft-pass apart", 1).compute > alone.compute  # clean tokens go forward twice
+
+
+def test_experts_over_a_node_stay_in_it():
+    """Expert groups are counted by themselves: eight ranks, whatever tensor parallelism they have besides."""
+    run = config.parse([*TOY, "--global-batch-size", "8", "--tensor-model-parallel-size", "2", "--expert-model-parallel-size", "8",
+                        "--num-experts", "8"])
+    near, far = (timing.communication_ms(run, 1e6, 2.0, 0, gpus_per_node=gpus) for gpus in (8, 4))
+    assert near < far / 2
 
 
 def test_what_leaves_a_rank():

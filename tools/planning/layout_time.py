@@ -160,7 +160,7 @@ def communication_ms(run: RunConfig, tokens: float, layers: float, edges: float,
 
     total = 4 * hidden * (tp - 1) / tp * passes / rate(tp)
     if ep * etp > 1:
-        total += 2 * hidden / tp * sent_rows(run) * passes / rate(tp * ep) + num_transfers(run) * DISPATCH_MS
+        total += 2 * hidden / tp * sent_rows(run) * passes / rate(ep * etp) + num_transfers(run) * DISPATCH_MS
     full = model.layer_kinds.count("full") / model.num_layers
     keys = 2 * tokens * model.num_global_query_groups * model.global_kv_channels * size
     total += keys * (cp - 1) * full * passes / rate(tp * cp)

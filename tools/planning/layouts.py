@@ -129,8 +129,8 @@ def layouts(base: RunConfig, gpus: int) -> Iterator[RunConfig]:
                 base.parallel, tensor_model_parallel_size=tp, sequence_parallel=tp > 1, context_parallel_size=cp,
                 pipeline_model_parallel_size=pp, pipeline_model_parallel_layout=None, num_layers_per_virtual_pipeline_stage=per_stage,
                 expert_model_parallel_size=ep, expert_tensor_parallel_size=etp, use_distributed_optimizer=distributed)
-            if distributed and gpus == pp * max(tp * cp, etp * ep):
-                continue  # nothing to share
+            if distributed and gpus == pp * tp == pp * etp * ep:
+                continue  # nothing to share: no rank has what another one has
             kept = recompute if not streams else {**recompute, "recompute_modules": recompute["recompute_modules"] + ("mhc",)}
             if streams and recompute["recompute_granularity"] is None:
                 kept["recompute_granularity"] = "selective"
