@@ -1,6 +1,6 @@
 """What low-rank adapters add beside up to three frozen matrices that read one input, in five launches however many matrices there are.
 
-    narrow      low = x A.T                                            of all matrices, x read once
+    narrow      low = x A.T, in parts of the sum                       of all matrices, x read once
     widen       y = scale * low B.T                                    to which the frozen product is then added
     outward     dlow = dy B,  dB = scale * dy.T low
     inward      dx = scale * dlow A,  dA = scale * dlow.T x            to dx the frozen product is then added
@@ -61,12 +61,14 @@ def _part_of(block, width_0, width_1, width_2, MATRICES: tl.constexpr, PARTS: tl
 @triton.jit(do_not_specialize=["num_rows"])
 def _narrow(x, a_0, a_1, a_2, low, num_rows, depth, x_stride, low_stride, MATRICES: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr,
             STEP: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr):
+    """low fp32 [parts, T, R]; a program has a block of rows and a part of the inner dimension."""
     row, step, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, STEP), tl.arange(0, COLUMNS)
+    each = tl.cdiv(tl.cdiv(depth, STEP), tl.num_programs(1)) * STEP
     x += row.to(tl.int64)[:, None] * x_stride + step[None, :]
     at = column[None, :] * depth + step[:, None]
     sum_0, sum_1 = tl.zeros((ROWS, COLUMNS), tl.float32), tl.zeros((ROWS, COLUMNS), tl.float32)
     sum_2 = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for start in tl.range(0, depth, STEP, num_stages=STAGES):
+    for start in tl.range(tl.program_id(1) * each, tl.minimum(tl.program_id(1) * each + each, depth), STEP, num_stages=STAGES):
         some = tl.load(x + start, mask=(row < num_rows)[:, None] & (start + step < depth)[None, :], other=0.0)
         inside = (column < RANKS)[None, :] & (start + step < depth)[:, None]
         sum_0 = tl.dot(some, tl.load(a_0 + at + start, mask=inside, other=0.0), sum_0, input_precision=PRECISION)
@@ -74,24 +76,36 @@ def _narrow(x, a_0, a_1, a_2, low, num_rows, depth, x_stride, low_stride, MATRIC
             sum_1 = tl.dot(some, tl.load(a_1 + at + start, mask=inside, other=0.0), sum_1, input_precision=PRECISION)
         if MATRICES > 2:
             sum_2 = tl.dot(some, tl.load(a_2 + at + start, mask=inside, other=0.0), sum_2, input_precision=PRECISION)
-    low += row[:, None] * low_stride + column[None, :]
+    low += (tl.program_id(1) * num_rows + row)[:, None] * low_stride + column[None, :]
     inside = (row < num_rows)[:, None] & (column < RANKS)[None, :]
-    tl.store(low, sum_0.to(low.dtype.element_ty), mask=inside)
+    tl.store(low, sum_0, mask=inside)
     if MATRICES > 1:
-        tl.store(low + RANKS, sum_1.to(low.dtype.element_ty), mask=inside)
+        tl.store(low + RANKS, sum_1, mask=inside)
     if MATRICES > 2:
-        tl.store(low + 2 * RANKS, sum_2.to(low.dtype.element_ty), mask=inside)
+        tl.store(low + 2 * RANKS, sum_2, mask=inside)
+
+
+@triton.jit
+def _summed(pointer, at, stride, inside, COUNT: tl.constexpr):
+    """The sum of COUNT parts, in order."""
+    total = tl.load(pointer + at, mask=inside, other=0.0)
+    for part in tl.static_range(1, COUNT):
+        total += tl.load(pointer + part * stride + at, mask=inside, other=0.0)
+    return total
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _widen(low, b_0, b_1, b_2, y, num_rows, low_stride, y_stride, width_0, width_1, width_2, scale, MATRICES: tl.constexpr,
-           PARTS: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+def _widen(parts, b_0, b_1, b_2, low, y, num_rows, low_stride, y_stride, width_0, width_1, width_2, scale, MATRICES: tl.constexpr,
+           PARTS: tl.constexpr, RANK: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
            PRECISION: tl.constexpr):
+    """y, and low as the sum of SPLIT parts, rounded."""
     matrix, part, first, before = _part_of(tl.program_id(0), width_0, width_1, width_2, MATRICES, PARTS, COLUMNS)
     width, b = _pick(matrix, width_0, width_1, width_2, MATRICES), _pick(matrix, b_0, b_1, b_2, MATRICES)
     row, column, inner = tl.program_id(1) * ROWS + tl.arange(0, ROWS), first + tl.arange(0, COLUMNS), tl.arange(0, INNER)
-    low += row[:, None] * low_stride + (matrix * PARTS + part) * RANK + inner[None, :]
-    narrow = tl.load(low, mask=(row < num_rows)[:, None] & (inner < RANK)[None, :], other=0.0)
+    at, inside = row[:, None] * low_stride + (matrix * PARTS + part) * RANK + inner[None, :], (row < num_rows)[:, None] & (inner < RANK)
+    narrow = _summed(parts, at, num_rows * low_stride, inside, SPLIT).to(low.dtype.element_ty)
+    if first == 0:
+        tl.store(low + at, narrow, mask=inside)
     b += (part * width + column)[None, :] * RANK + inner[:, None]
     wide = tl.load(b, mask=(column < width)[None, :] & (inner < RANK)[:, None], other=0.0)
     value = tl.dot(narrow, wide, input_precision=PRECISION) * scale
@@ -264,34 +278,34 @@ def _thin(x: Tensor, num_rows: int, columns: int) -> tuple[int, int]:
 
 
 def narrow(x: Tensor, a: Sequence[Tensor]) -> Tensor:
-    """low [T, R] in the dtype of x [T, D], whose rows may be strided; a [(P,) r, D] each, contiguous."""
+    """low in parts, fp32 [parts, T, R], of x [T, D], whose rows may be strided; a [(P,) r, D] each, contiguous."""
     num_rows, depth = x.shape
     ranks = a[0].numel() // depth
-    low = x.new_empty(num_rows, len(a) * ranks)
-    rows, step = _thin(x, num_rows, len(a) * _columns(ranks))
+    (rows, step), split = _thin(x, num_rows, len(a) * _columns(ranks)), 2 if num_rows >= MANY_ROWS else 4
+    parts = x.new_empty(split, num_rows, len(a) * ranks, dtype=torch.float32)
     if num_rows:
-        _narrow[(triton.cdiv(num_rows, rows),)](
-            x, *_three(a), low, num_rows, depth, x.stride(0), low.stride(0), MATRICES=len(a), RANKS=ranks, ROWS=rows, STEP=step,
+        _narrow[(triton.cdiv(num_rows, rows), split)](
+            x, *_three(a), parts, num_rows, depth, x.stride(0), parts.stride(1), MATRICES=len(a), RANKS=ranks, ROWS=rows, STEP=step,
             COLUMNS=_columns(ranks), STAGES=4, PRECISION=_precision(x))
-    return low
+    return parts
 
 
-def widen(low: Tensor, b: Sequence[Tensor], scale: float) -> Tensor:
-    """scale * low B.T of all matrices beside each other, [T, the sum of their P F]; b [(P,) F, r] each, contiguous."""
-    num_rows, rank, parts = len(low), b[0].shape[-1], _num_parts(b[0])
-    y = low.new_empty(num_rows, sum(each.numel() for each in b) // rank)
+def widen(low_parts: Tensor, b: Sequence[Tensor], scale: float) -> tuple[Tensor, Tensor]:
+    """scale * low B.T of all matrices beside each other, [T, the sum of their P F], and low [T, R]; b [(P,) F, r] each, contiguous."""
+    (split, num_rows, width), rank, parts = low_parts.shape, b[0].shape[-1], _num_parts(b[0])
+    low, y = b[0].new_empty(num_rows, width), b[0].new_empty(num_rows, sum(each.numel() for each in b) // rank)
     rows, columns = 64, 128
     blocks = sum(parts * triton.cdiv(each.shape[-2], columns) for each in b)
     if num_rows:
         _widen[(blocks, triton.cdiv(num_rows, rows))](
-            low, *_three(b), y, num_rows, low.stride(0), y.stride(0), *_widths(b), scale, MATRICES=len(b), PARTS=parts, RANK=rank,
-            ROWS=rows, COLUMNS=columns, INNER=_columns(rank), PRECISION=_precision(low))
-    return y
+            low_parts, *_three(b), low, y, num_rows, low.stride(0), y.stride(0), *_widths(b), scale, MATRICES=len(b), PARTS=parts,
+            RANK=rank, SPLIT=split, ROWS=rows, COLUMNS=columns, INNER=_columns(rank), PRECISION=_precision(low))
+    return y, low
 
 
 def outward(dys: Sequence[Tensor], b: Sequence[Tensor], low: Tensor, scale: float, num_live: int) -> tuple[Tensor, Tensor]:
     """dlow [n, R], and dB in parts, fp32 [parts, all of B], of dys [T, P F], whose rows may be strided, and low [T, R]."""
-    rank, parts, columns, tall = b[0].shape[-1], _num_parts(b[0]), 64, 64
+    rank, parts, columns, tall = b[0].shape[-1], _num_parts(b[0]), 128, 64
     rows, step = _thin(low, num_live, _columns(rank))
     num_wide, chunk = sum(each.numel() for each in b), _chunk(num_live, tall)
     num_chunks = triton.cdiv(num_live, chunk)
