@@ -18,7 +18,7 @@ import numpy as np
 
 from .visibility import CLEAN, Visibility
 
-LEAST_BLOCK = 64  # shorter blocks of a window would be many small products
+LEAST_BLOCK = 32  # shorter blocks of a window would be many small products
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,10 @@ from ..kernels.attention_tiles import AttentionTiles, attention_tiles, takes_att
 from .attention_work import WorkGroup, work_list
 from .precision import at_least_fp32
 from .rows import Rows, take_distinct
-from .small_attention import MOST_SCORES, SmallGroup, small_attention
+from .small_attention import MOST_SCORES, SmallGroup, small_attention, whole_group
 from .visibility import Visibility
 
+MOST_PAIRS = 1 << 14  # of a pass's queries and keys: so few are one piece with a mask, on a CPU
 # Without cuDNN's, which builds a plan for every new shape (140 ms): the canvases of a second loop are rarely as many as before.
 BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
@@ -47,6 +48,8 @@ class AttentionPlan:
     def work(self) -> DeviceWork:
         """The work groups, made when they are first asked for: on a CUDA device that waits for the device."""
         visibility = Visibility(*self.seen.cpu().numpy(), self.canvas_keys.cpu().numpy(), self.num_clean_keys)
+        if self.seen.device.type == "cpu" and len(visibility.canvas_id) * (self.num_clean_keys + len(visibility.canvas_keys)) <= MOST_PAIRS:
+            return DeviceWork((), None, (whole_group(visibility.windowed(self.window).dense()),))
         return DeviceWork.of(work_list(visibility, self.window), len(visibility.canvas_id), self.seen.device)
 
 

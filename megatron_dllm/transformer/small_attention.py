@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,18 +36,33 @@ def small_attention(query: Tensor, key: Tensor, value: Tensor, groups: Sequence[
     return _SmallAttention.apply(query, key, value, groups)
 
 
+def whole_group(mask: np.ndarray) -> SmallGroup:
+    """All queries and all keys as one piece, from who sees whom, bool [Q, K]."""
+    queries, keys = (Rows(slice(0, count), True) for count in mask.shape)
+    return SmallGroup(queries, keys, 1, torch.from_numpy(~mask))
+
+
 def _keys(x: Tensor, group: SmallGroup) -> Tensor:
     """[G * g, m, d] of x [K, g, d]."""
-    return x[group.keys.index].unflatten(0, (group.num_pieces, -1)).transpose(1, 2).flatten(0, 1)
+    taken = _taken(x, group.keys)
+    if group.num_pieces == 1:
+        return taken.transpose(0, 1)
+    return taken.view(group.num_pieces, -1, *x.shape[1:]).transpose(1, 2).flatten(0, 1)
 
 
 def _queries(x: Tensor, group: SmallGroup, groups: int) -> Tensor:
     """[G * g, r * n, d] of x [Q, h, d]: the heads that share keys stand together."""
-    pieces = x[group.queries.index].unflatten(0, (group.num_pieces, -1)).unflatten(2, (groups, -1))
-    return pieces.permute(0, 2, 3, 1, 4).reshape(group.num_pieces * groups, -1, x.shape[2])
+    heads, head_dim = x.shape[1:]
+    pieces = _taken(x, group.queries).view(group.num_pieces, -1, heads, head_dim)
+    return pieces.transpose(1, 2).reshape(group.num_pieces * groups, -1, head_dim)
 
 
-def _place_queries(x: Tensor, rows: Tensor, group: SmallGroup, groups: int) -> None:
+def _taken(x: Tensor, rows: Rows) -> Tensor:
+    """x[rows], contiguous but for a run of rows of an x that is not."""
+    return x[rows.index] if isinstance(rows.index, slice) else x.index_select(0, rows.index)
+
+
+def _place_queries(x: Tensor, rows: Tensor, group: SmallGroup) -> None:
     """The inverse of `_queries`: x [G * g, r * n, d] into its places of rows [Q, h, d]."""
     heads, head_dim = rows.shape[1:]
     pieces = x.view(group.num_pieces, heads, -1, head_dim).transpose(1, 2)
@@ -58,12 +74,12 @@ def _place_queries(x: Tensor, rows: Tensor, group: SmallGroup, groups: int) -> N
 
 def _add_keys(x: Tensor, rows: Tensor, group: SmallGroup) -> None:
     """Add x [G * g, m, d] where `_keys` took it from rows [K, g, d]. Pieces may share keys."""
-    pieces = x.unflatten(0, (group.num_pieces, -1)).transpose(1, 2)
+    heads, head_dim = rows.shape[1:]
+    pieces = x.view(group.num_pieces, heads, -1, head_dim).transpose(1, 2)
     if isinstance(group.keys.index, slice):
-        taken = rows[group.keys.index]
-        taken.add_(pieces.reshape(taken.shape))
+        rows[group.keys.index].view(pieces.shape).add_(pieces)
     else:
-        rows.index_put_((group.keys.index,), pieces.reshape(-1, *rows.shape[1:]), accumulate=True)
+        rows.index_put_((group.keys.index,), pieces.reshape(-1, heads, head_dim), accumulate=True)
 
 
 class _SmallAttention(torch.autograd.Function):
@@ -79,7 +95,7 @@ class _SmallAttention(torch.autograd.Function):
             if group.hidden is not None:
                 scores.view(-1, *group.hidden.shape).masked_fill_(group.hidden, -torch.inf)
             p = scores.softmax(-1)
-            _place_queries(torch.bmm(p, factors[2]), out, group, num_heads)
+            _place_queries(torch.bmm(p, factors[2]), out, group)
             saved += *factors, p
         ctx.save_for_backward(*saved)
         ctx.groups, ctx.dtype, ctx.query_shape, ctx.key_shape = groups, query.dtype, query.shape, key.shape
@@ -95,5 +111,5 @@ class _SmallAttention(torch.autograd.Function):
             dp = torch.bmm(do, v.mT)
             dscores = dp.sub_((dp * p).sum(-1, keepdim=True)).mul_(p)
             _add_keys(torch.bmm(dscores.mT, q), dkey, group)
-            _place_queries(torch.bmm(dscores, k), dquery, group, num_heads)
+            _place_queries(torch.bmm(dscores, k), dquery, group)
         return dquery.to(ctx.dtype), dkey.to(ctx.dtype), dvalue.to(ctx.dtype), None

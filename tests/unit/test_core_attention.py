@@ -25,8 +25,10 @@ def random_inputs(visibility, *, heads, groups, dim, dtype, seed=0):
 @pytest.mark.parametrize("window", [None, 3, 70])
 @pytest.mark.parametrize("documents", DOCUMENTS.values(), ids=DOCUMENTS)
 @pytest.mark.parametrize(("heads", "groups", "dim"), [(4, 2, 16), (3, 3, 5)], ids=["grouped", "odd"])
-@pytest.mark.parametrize("most_scores", [core_attention.MOST_SCORES, 0], ids=["products", "SDPA"])
-def test_attend_equals_the_oracle(documents, window, heads, groups, dim, most_scores, monkeypatch):
+@pytest.mark.parametrize(("most_pairs", "most_scores"), [(1 << 20, 0), (0, core_attention.MOST_SCORES), (0, 0)],
+                         ids=["one product", "products", "SDPA"])
+def test_attend_equals_the_oracle(documents, window, heads, groups, dim, most_pairs, most_scores, monkeypatch):
+    monkeypatch.setattr(core_attention, "MOST_PAIRS", most_pairs)
     monkeypatch.setattr(core_attention, "MOST_SCORES", most_scores)
     visibility = layout(documents, canvas_length=5)
     inputs = random_inputs(visibility, heads=heads, groups=groups, dim=dim, dtype=torch.float64)
