@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .residual import _columns, _inverse_root, _load
+from .launch import next_power_of_2
+from .residual import _inverse_root, _load
 
 WARPS = 8  # few, so that three programs share a processor: each waits for its token's rows
 
@@ -45,5 +46,5 @@ def finish_layer(h: Tensor, a: Tensor, rows: Tensor, row: Tensor, choice_weights
     y, normed = torch.empty_like(h), torch.empty_like(h)
     if len(h):
         _finish[(len(h),)](h, a, rows, row, choice_weights, weight_a, weight_b, weight, scalar, next_weight, y, normed, eps,
-                           CHOICES=row.shape[1], **{**_columns(h.shape[1]), "num_warps": WARPS})
+                           CHOICES=row.shape[1], WIDTH=h.shape[1], COLUMNS=next_power_of_2(h.shape[1]), num_warps=WARPS)
     return y, normed
