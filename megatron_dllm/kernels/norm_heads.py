@@ -75,27 +75,28 @@ def _forward(query, key, value, query_weight, key_weight, cos, sin, place, out_q
 
 
 @triton.jit
-def _backward_of(x, weight, cos, sin, inverse_root, dturned, dplain, dkept_turned, dkept_plain, place, dx, tile, num_tokens, token_stride,
-                 head_stride, dx_stride, HEADS: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """dx has the heads of a token one after the other, and tokens at `dx_stride`."""
+def _backward_of(x, weight, cos, sin, inverse_root, dturned, dplain, dkept_turned, dkept_plain, place, dx, tile, num_tokens, num_live,
+                 token_stride, head_stride, dx_stride, HEADS: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """dx has the heads of a token one after the other, and tokens at `dx_stride`; of tokens from `num_live` on it is zero."""
     row, strided, dense, angle, inside = places(tile * ROWS, num_tokens * HEADS, token_stride, head_stride, HEADS, HALF, ROWS, COLUMNS)
-    root = tl.load(inverse_root + row, mask=row < num_tokens * HEADS, other=0.0)[:, None]
-    low, high = load(x, strided, inside) * root, load(x, strided + HALF, inside) * root
+    seen = inside & (row < num_live * HEADS)[:, None]
+    root = tl.load(inverse_root + row, mask=row < num_live * HEADS, other=0.0)[:, None]
+    low, high = load(x, strided, seen) * root, load(x, strided + HALF, seen) * root
     if place is not None:
-        kept, is_kept = _kept_rows(row, place, inside, num_tokens * HEADS, HEADS, HALF, COLUMNS)
+        kept, is_kept = _kept_rows(row, place, seen, num_tokens * HEADS, HEADS, HALF, COLUMNS)
     grad_low, grad_high = tl.zeros((ROWS, COLUMNS), tl.float32), tl.zeros((ROWS, COLUMNS), tl.float32)
     if dturned is not None:
         column = tl.arange(0, COLUMNS)
-        dy_low, dy_high = load(dturned, dense, inside), load(dturned, dense + HALF, inside)
+        dy_low, dy_high = load(dturned, dense, seen), load(dturned, dense + HALF, seen)
         if place is not None:
             dy_low += load(dkept_turned, kept, is_kept)
             dy_high += load(dkept_turned, kept + HALF, is_kept)
-        c, s = load(cos, angle, inside), load(sin, angle, inside)
+        c, s = load(cos, angle, seen), load(sin, angle, seen)
         grad_low = (dy_low * c + dy_high * s) * load(weight, column, column < HALF)[None, :]
         grad_high = (dy_high * c - dy_low * s) * load(weight, column + HALF, column < HALF)[None, :]
     if dplain is not None:
-        grad_low += load(dplain, dense, inside)
-        grad_high += load(dplain, dense + HALF, inside)
+        grad_low += load(dplain, dense, seen)
+        grad_high += load(dplain, dense + HALF, seen)
         if place is not None:
             grad_low += load(dkept_plain, kept, is_kept)
             grad_high += load(dkept_plain, kept + HALF, is_kept)
@@ -105,22 +106,22 @@ def _backward_of(x, weight, cos, sin, inverse_root, dturned, dplain, dkept_turne
     tl.store(dx + HALF, ((grad_high - high * projection) * root).to(dx.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "num_live"])
 def _backward(query, key, value, query_weight, key_weight, cos, sin, place, roots, dout_query, dout_key, dout_value, dkept_key, dkept_value,
-              dx, num_tokens, query_stride, query_head_stride, key_stride, key_head_stride, value_stride, value_head_stride, dx_stride,
-              HEADS: tl.constexpr, GROUPS: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+              dx, num_tokens, num_live, query_stride, query_head_stride, key_stride, key_head_stride, value_stride, value_head_stride,
+              dx_stride, HEADS: tl.constexpr, GROUPS: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     tile, of_query, of_key = tl.program_id(0), tl.cdiv(num_tokens * HEADS, ROWS), tl.cdiv(num_tokens * GROUPS, ROWS)
     if tile < of_query:
-        _backward_of(query, query_weight, cos, sin, roots, dout_query, None, None, None, None, dx, tile, num_tokens, query_stride,
+        _backward_of(query, query_weight, cos, sin, roots, dout_query, None, None, None, None, dx, tile, num_tokens, num_live, query_stride,
                      query_head_stride, dx_stride, HEADS, HALF, ROWS, COLUMNS)
     elif tile < of_query + of_key:
         _backward_of(key, key_weight, cos, sin, roots + num_tokens * HEADS, dout_key, dout_value if value is None else None, dkept_key,
-                     dkept_value, place, dx + HEADS * 2 * HALF, tile - of_query, num_tokens, key_stride, key_head_stride, dx_stride, GROUPS,
-                     HALF, ROWS, COLUMNS)
+                     dkept_value, place, dx + HEADS * 2 * HALF, tile - of_query, num_tokens, num_live, key_stride, key_head_stride,
+                     dx_stride, GROUPS, HALF, ROWS, COLUMNS)
     elif value is not None:
         _backward_of(value, None, None, None, roots + num_tokens * (HEADS + GROUPS), None, dout_value, None, dkept_value, place,
-                     dx + (HEADS + GROUPS) * 2 * HALF, tile - of_query - of_key, num_tokens, value_stride, value_head_stride, dx_stride,
-                     GROUPS, HALF, ROWS, COLUMNS)
+                     dx + (HEADS + GROUPS) * 2 * HALF, tile - of_query - of_key, num_tokens, num_live, value_stride, value_head_stride,
+                     dx_stride, GROUPS, HALF, ROWS, COLUMNS)
 
 
 def _launch(query: Tensor, key: Tensor, value: Tensor | None) -> tuple[tuple[int], list[int], dict[str, int]]:
@@ -140,7 +141,7 @@ class _NormHeads(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, query: Tensor, key: Tensor, value: Tensor | None, query_weight: Tensor, key_weight: Tensor, cos: Tensor, sin: Tensor,
-                eps: float, place: Tensor | None, num_kept: int) -> tuple[Tensor, ...]:
+                eps: float, place: Tensor | None, num_kept: int, num_live: int | None) -> tuple[Tensor, ...]:
         query, key, value = (x if x is None or x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
         outs = tuple(x.new_empty(x.shape) for x in (query, key, key))
         kept = (None, None) if place is None else tuple(key.new_empty(num_kept, *key.shape[1:]) for _ in range(2))
@@ -151,6 +152,7 @@ class _NormHeads(torch.autograd.Function):
             _forward[programs](query, key, value, query_weight, key_weight, cos, sin, place, *outs, *kept, roots, len(query), eps, *strides,
                                **shape)
         ctx.save_for_backward(query, key, value, query_weight, key_weight, cos, sin, place, roots)
+        ctx.num_live = len(query) if num_live is None else num_live
         return outs if place is None else (*outs, *kept)
 
     @staticmethod
@@ -162,19 +164,22 @@ class _NormHeads(torch.autograd.Function):
         dx = query.new_empty(len(query), heads + groups + num_values, query.shape[2])
         programs, strides, shape = _launch(query, key, value)
         if len(query):
-            _backward[programs](query, key, value, *others, *douts, *[None] * (5 - len(douts)), dx, len(query), *strides, dx.stride(0),
+            _backward[programs](query, key, value, *others, *douts, *[None] * (5 - len(douts)), dx, len(query), ctx.num_live, *strides,
+                                dx.stride(0),
                                 **shape)
         dquery, dkey, dvalue = dx.split([heads, groups, num_values], 1)
-        return dquery, dkey, None if value is None else dvalue, *[None] * 7
+        return dquery, dkey, None if value is None else dvalue, *[None] * 8
 
 
 def norm_heads(query: Tensor, key: Tensor, value: Tensor | None, query_weight: Tensor, key_weight: Tensor, cos: Tensor, sin: Tensor,
-               eps: float, place: Tensor | None = None, num_kept: int = 0) -> tuple[Tensor, ...]:
+               eps: float, place: Tensor | None = None, num_kept: int = 0, num_live: int | None = None) -> tuple[Tensor, ...]:
     """rms_norm of every head of query [T, h, d], key and value [T, g, d], the first two weighted and their pairs (i, i + d/2) turned by the
     angles of cos, sin fp32 [T, d/2]; value None: the normed raw keys. Inputs may be strided; the weights get no gradient.
 
     With `place` int64 [T] also the keys and values [n, g, d] of `num_kept` tokens, in other tensors: a token's number among them, or -1.
+    Gradients of tokens from `num_live` on (None: of none) are taken for zero.
     """
     assert query.shape[-1] % 2 == 0 and cos.shape == sin.shape == (len(query), query.shape[-1] // 2), \
         f"{tuple(query.shape)}, angles {tuple(cos.shape)}"
-    return _NormHeads.apply(query, key, value, query_weight, key_weight, cos.contiguous(), sin.contiguous(), eps, place, num_kept)
+    return _NormHeads.apply(query, key, value, query_weight, key_weight, cos.contiguous(), sin.contiguous(), eps, place, num_kept,
+                            num_live)

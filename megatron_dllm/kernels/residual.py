@@ -60,19 +60,20 @@ def _attended(x, y, weight, weight_1, weight_2, weight_3, h, out_1, out_2, out_3
     tl.store(out_3 + at, (normed * _load(weight_3, column, inside) * factor).to(out_3.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "num_live"])
 def _attended_backward(y, h, weight, weight_1, weight_2, weight_3, roots, dh, dout_1, dout_2, dout_3, dx, dy, partial, partial_3, factor,
-                       num_rows, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, WANTS_WEIGHTS: tl.constexpr, MEETS: tl.constexpr):
+                       num_rows, num_live, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, WANTS_WEIGHTS: tl.constexpr, MEETS: tl.constexpr):
+    """Rows from `num_live` on have gradients of zero, and are not read."""
     column = tl.arange(0, COLUMNS)
     inside = column < WIDTH
     dweight, dweight_1 = tl.zeros((COLUMNS,), tl.float32), tl.zeros((COLUMNS,), tl.float32)
     dweight_2, dweight_3 = tl.zeros((COLUMNS,), tl.float32), tl.zeros((COLUMNS,), tl.float32)
     row = tl.program_id(0)
     while row < num_rows:
-        at = row.to(tl.int64) * WIDTH + column
+        at, seen = row.to(tl.int64) * WIDTH + column, inside & (row < num_live)
         root_h = tl.load(roots + 2 * row + 1)
-        normed = _load(h, at, inside) * root_h
-        grad_1, grad_2, grad_3 = _load(dout_1, at, inside), _load(dout_2, at, inside), _load(dout_3, at, inside) * factor
+        normed = _load(h, at, seen) * root_h
+        grad_1, grad_2, grad_3 = _load(dout_1, at, seen), _load(dout_2, at, seen), _load(dout_3, at, seen) * factor
         if WANTS_WEIGHTS:
             dweight_1 += grad_1 * normed
             dweight_2 += grad_2 * normed
@@ -81,9 +82,9 @@ def _attended_backward(y, h, weight, weight_1, weight_2, weight_3, roots, dh, do
         grad += grad_3 * _load(weight_3, column, inside)
         total = _through_norm(grad, normed, root_h, WIDTH)
         if MEETS:
-            total += _load(dh, at, inside)
+            total += _load(dh, at, seen)
             root_y = tl.load(roots + 2 * row)
-            normed = _load(y, at, inside) * root_y
+            normed = _load(y, at, seen) * root_y
             if WANTS_WEIGHTS:
                 dweight += total * normed
             grad = _through_norm(total * _load(weight, column, inside), normed, root_y, WIDTH)
@@ -118,21 +119,22 @@ def _fed_forward(h, a, b, weight_a, weight_b, weight, scalars, y, roots, num_fir
     tl.store(y + at, out.to(y.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_first"])
-def _fed_forward_backward(a, b, weight_a, weight_b, weight, scalars, roots, dy, dh, da, db, partial, num_first, num_rows,
+@triton.jit(do_not_specialize=["num_rows", "num_live", "num_first"])
+def _fed_forward_backward(a, b, weight_a, weight_b, weight, scalars, roots, dy, dh, da, db, partial, num_first, num_rows, num_live,
                           WIDTH: tl.constexpr, COLUMNS: tl.constexpr, WANTS_WEIGHTS: tl.constexpr, MEETS: tl.constexpr):
+    """Rows from `num_live` on have gradients of zero, and are not read."""
     column = tl.arange(0, COLUMNS)
     inside = column < WIDTH
     dweight_a, dweight_b = tl.zeros((COLUMNS,), tl.float32), tl.zeros((COLUMNS,), tl.float32)
     dweight = tl.zeros((COLUMNS,), tl.float32)
     row = tl.program_id(0)
     while row < num_rows:
-        at = row.to(tl.int64) * WIDTH + column
+        at, seen = row.to(tl.int64) * WIDTH + column, inside & (row < num_live)
         root_a, root_b, root = tl.load(roots + 3 * row), tl.load(roots + 3 * row + 1), tl.load(roots + 3 * row + 2)
         factor_a, factor_b = _load(weight_a, column, inside), _load(weight_b, column, inside)
-        normed_a, normed_b = _load(a, at, inside) * root_a, _load(b, at, inside) * root_b
+        normed_a, normed_b = _load(a, at, seen) * root_a, _load(b, at, seen) * root_b
         normed = (normed_a * factor_a + normed_b * factor_b) * root
-        grad = _load(dy, at, inside)
+        grad = _load(dy, at, seen)
         if MEETS:
             grad *= tl.load(scalars + (row >= num_first).to(tl.int32)).to(tl.float32)
             tl.store(dh + at, grad.to(dh.dtype.element_ty), mask=inside)
@@ -175,7 +177,7 @@ class _Attended(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, y: Tensor | None, weight: Tensor | None, weight_1: Tensor, weight_2: Tensor, weight_3: Tensor,
-                factor: float, eps: float):
+                factor: float, eps: float, num_live: int | None):
         x, meets = x.contiguous(), y is not None
         num_rows, width = x.shape
         y = y.contiguous() if meets else None
@@ -186,7 +188,7 @@ class _Attended(torch.autograd.Function):
             _attended[(num_rows,)](x, y, weight, weight_1, weight_2, weight_3, h, out_1, out_2, out_3, roots, factor, eps, MEETS=meets,
                                    **_columns(width, any(ctx.needs_input_grad[2:6])))
         ctx.save_for_backward(y, h, weight, weight_1, weight_2, weight_3, roots)
-        ctx.factor = factor
+        ctx.factor, ctx.num_live = factor, num_rows if num_live is None else num_live
         return (h, out_1, out_2, out_3) if meets else (out_1, out_2, out_3)
 
     @staticmethod
@@ -197,16 +199,16 @@ class _Attended(torch.autograd.Function):
         num_rows, width = h.shape
         dx, dy = torch.empty_like(h), torch.empty_like(y) if meets else None
         if not num_rows:
-            return dx, dy, *_zeros((weight, weight_1, weight_2, weight_3), wants), None, None
+            return dx, dy, *_zeros((weight, weight_1, weight_2, weight_3), wants), None, None, None
         programs, partial = _partial(h, any(wants), 3 * width)
         _, partial_3 = _partial(h, any(wants), width)
         _attended_backward[(programs,)](y, h, weight, weight_1, weight_2, weight_3, roots, dh, dout_1, dout_2, dout_3, dx, dy, partial,
-                                        partial_3, ctx.factor, num_rows, WANTS_WEIGHTS=any(wants), MEETS=meets,
+                                        partial_3, ctx.factor, num_rows, ctx.num_live, WANTS_WEIGHTS=any(wants), MEETS=meets,
                                         **_columns(width, any(wants)))
         if not any(wants):
-            return dx, dy, *[None] * 6
+            return dx, dy, *[None] * 7
         sums = *sum_partials(partial, weight_1.dtype).split(width), sum_partials(partial_3, weight_3.dtype)
-        return dx, dy, *(total if wanted else None for total, wanted in zip(sums, wants, strict=True)), None, None
+        return dx, dy, *(total if wanted else None for total, wanted in zip(sums, wants, strict=True)), None, None, None
 
 
 class _FedForward(torch.autograd.Function):
@@ -214,7 +216,7 @@ class _FedForward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, h: Tensor | None, a: Tensor, b: Tensor, weight_a: Tensor, weight_b: Tensor, weight: Tensor, scalars: Tensor | None,
-                num_first: int, eps: float) -> Tensor:
+                num_first: int, eps: float, num_live: int | None) -> Tensor:
         a, b, meets = a.contiguous(), b.contiguous(), h is not None
         h = h.contiguous() if meets else None
         num_rows, width = a.shape
@@ -223,7 +225,7 @@ class _FedForward(torch.autograd.Function):
             _fed_forward[(num_rows,)](h, a, b, weight_a, weight_b, weight, scalars, y, roots, num_first, eps, MEETS=meets,
                                       **_columns(width, any(ctx.needs_input_grad[3:6])))
         ctx.save_for_backward(a, b, weight_a, weight_b, weight, scalars, roots)
-        ctx.num_first = num_first
+        ctx.num_first, ctx.num_live = num_first, num_rows if num_live is None else num_live
         return y
 
     @staticmethod
@@ -234,39 +236,41 @@ class _FedForward(torch.autograd.Function):
         dh = torch.empty(dy.shape, dtype=dy.dtype, device=dy.device) if meets else None
         da, db = torch.empty_like(a), torch.empty_like(b)
         if not num_rows:
-            return dh, da, db, *_zeros((weight_a, weight_b, weight), wants), None, None, None
+            return dh, da, db, *_zeros((weight_a, weight_b, weight), wants), *[None] * 4
         programs, partial = _partial(a, any(wants), 3 * width)
         _fed_forward_backward[(programs,)](a, b, weight_a, weight_b, weight, scalars, roots, dy.contiguous(), dh, da, db, partial,
-                                           ctx.num_first, num_rows, WANTS_WEIGHTS=any(wants), MEETS=meets, **_columns(width, any(wants)))
+                                           ctx.num_first, num_rows, ctx.num_live, WANTS_WEIGHTS=any(wants), MEETS=meets,
+                                           **_columns(width, any(wants)))
         if not any(wants):
-            return dh, da, db, *[None] * 6
+            return dh, da, db, *[None] * 7
         sums = sum_partials(partial, weight.dtype).split(width)
-        return dh, da, db, *(total if wanted else None for total, wanted in zip(sums, wants, strict=True)), None, None, None
+        return dh, da, db, *(total if wanted else None for total, wanted in zip(sums, wants, strict=True)), *[None] * 4
 
 
-def after_attention(x: Tensor, y: Tensor, weight: Tensor, readers: tuple[Tensor, Tensor, Tensor], factor: float,
-                    eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def after_attention(x: Tensor, y: Tensor, weight: Tensor, readers: tuple[Tensor, Tensor, Tensor], factor: float, eps: float,
+                    num_live: int | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(h, n(h) * readers[0], n(h) * readers[1], n(h) * readers[2] * factor) with h = x + n(y) * weight; x, y [T, W].
 
-    All in fp32; the last in fp32, the others in the dtype of `x`, to which h is rounded before its norm is taken.
+    All in fp32; the last in fp32, the others in the dtype of `x`, to which h is rounded before its norm is taken. Gradients of rows from
+    `num_live` on (None: of none) are taken for zero.
     """
-    return _Attended.apply(x, y, weight, *readers, factor, eps)
+    return _Attended.apply(x, y, weight, *readers, factor, eps, num_live)
 
 
 def after_feed_forward(h: Tensor, a: Tensor, b: Tensor, weight_a: Tensor, weight_b: Tensor, weight: Tensor, scalars: Tensor, num_first: int,
-                       eps: float) -> Tensor:
+                       eps: float, num_live: int | None = None) -> Tensor:
     """(h + n(n(a) * weight_a + n(b) * weight_b) * weight) * scalars[0 in the first `num_first` rows, then 1]; h, a, b [T, W].
 
-    In fp32; the dtype of `h`. `scalars` [2] has no gradient.
+    In fp32; the dtype of `h`. `scalars` [2] has no gradient. Gradients of rows from `num_live` on (None: of none) are taken for zero.
     """
-    return _FedForward.apply(h, a, b, weight_a, weight_b, weight, scalars, num_first, eps)
+    return _FedForward.apply(h, a, b, weight_a, weight_b, weight, scalars, num_first, eps, num_live)
 
 
 def before_feed_forward(h: Tensor, readers: tuple[Tensor, Tensor, Tensor], factor: float, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """What `after_attention` gives beside h, of an h [T, W] that is there."""
-    return _Attended.apply(h, None, None, *readers, factor, eps)
+    return _Attended.apply(h, None, None, *readers, factor, eps, None)
 
 
 def of_feed_forward(a: Tensor, b: Tensor, weight_a: Tensor, weight_b: Tensor, weight: Tensor, eps: float) -> Tensor:
     """n(n(a) * weight_a + n(b) * weight_b) * weight, in fp32; the dtype of a; a, b [T, W]."""
-    return _FedForward.apply(None, a, b, weight_a, weight_b, weight, None, 0, eps)
+    return _FedForward.apply(None, a, b, weight_a, weight_b, weight, None, 0, eps, None)

@@ -25,9 +25,9 @@ def _forward(x, weight, y, inverse_root, num_rows, eps, WIDTH: tl.constexpr, ROW
 
 
 @triton.jit
-def _backward(x, weight, inverse_root, dy, beside, dx, partial, num_rows, num_tiles, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+def _backward(x, weight, inverse_root, dy, beside, dx, partial, num_rows, num_live, num_tiles, WIDTH: tl.constexpr, ROWS: tl.constexpr,
               COLUMNS: tl.constexpr, HAS_WEIGHT: tl.constexpr, WANTS_WEIGHT: tl.constexpr):
-    """`beside`, of the shape of dx, is added to it (None: nothing is)."""
+    """`beside`, of the shape of dx, is added to it (None: nothing is). Rows from `num_live` on are not read: their gradient is zero."""
     column = tl.arange(0, COLUMNS)
     in_row = column < WIDTH
     if HAS_WEIGHT:
@@ -37,9 +37,9 @@ def _backward(x, weight, inverse_root, dy, beside, dx, partial, num_rows, num_ti
     while number < num_tiles:
         row = number.to(tl.int64) * ROWS + tl.arange(0, ROWS)
         at, inside = row[:, None] * WIDTH + column[None, :], (row < num_rows)[:, None] & in_row[None, :]
-        root = tl.load(inverse_root + row, mask=row < num_rows, other=0.0)[:, None]
-        normed = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * root
-        grad = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
+        root, seen = tl.load(inverse_root + row, mask=row < num_live, other=0.0)[:, None], inside & (row < num_live)[:, None]
+        normed = tl.load(x + at, mask=seen, other=0.0).to(tl.float32) * root
+        grad = tl.load(dy + at, mask=seen, other=0.0).to(tl.float32)
         if WANTS_WEIGHT:
             dweight += grad * normed
         if HAS_WEIGHT:
@@ -47,7 +47,7 @@ def _backward(x, weight, inverse_root, dy, beside, dx, partial, num_rows, num_ti
         projection = tl.sum(grad * normed, 1)[:, None] / WIDTH
         total = (grad - normed * projection) * root
         if beside is not None:
-            total += tl.load(beside + at, mask=inside, other=0.0).to(tl.float32)
+            total += tl.load(beside + at, mask=seen, other=0.0).to(tl.float32)
         tl.store(dx + at, total.to(dx.dtype.element_ty), mask=inside)
         number += tl.num_programs(0)
     if WANTS_WEIGHT:
@@ -86,9 +86,9 @@ def _norm(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]
     return y, inverse_root
 
 
-def _gradients(x: Tensor, weight: Tensor | None, inverse_root: Tensor, dy: Tensor, beside: Tensor | None, *,
-               wants_weight: bool) -> tuple[Tensor, Tensor | None]:
-    """dx, with `beside` added, and the weight's gradient where it is wanted."""
+def _gradients(x: Tensor, weight: Tensor | None, inverse_root: Tensor, dy: Tensor, beside: Tensor | None, *, wants_weight: bool,
+               num_live: int | None = None) -> tuple[Tensor, Tensor | None]:
+    """dx, with `beside` added, and the weight's gradient where it is wanted; of rows from `num_live` on (None: of none) zero."""
     num_rows, width, dx = len(inverse_root), x.shape[-1], torch.empty_like(x)
     if not num_rows:
         return dx, torch.zeros_like(weight) if wants_weight else None
@@ -97,8 +97,9 @@ def _gradients(x: Tensor, weight: Tensor | None, inverse_root: Tensor, dy: Tenso
     programs = persistent_programs(x.device, tiles) if wants_weight else tiles
     partial = torch.empty(programs, width, dtype=torch.float32, device=x.device) if wants_weight else None
     beside = None if beside is None else beside.contiguous()
-    _backward[(programs,)](x, weight, inverse_root, dy.contiguous(), beside, dx, partial, num_rows, tiles, WIDTH=width, ROWS=rows,
-                           COLUMNS=columns, HAS_WEIGHT=weight is not None, WANTS_WEIGHT=wants_weight, num_warps=warps)
+    _backward[(programs,)](x, weight, inverse_root, dy.contiguous(), beside, dx, partial, num_rows,
+                           num_rows if num_live is None else num_live, tiles, WIDTH=width, ROWS=rows, COLUMNS=columns,
+                           HAS_WEIGHT=weight is not None, WANTS_WEIGHT=wants_weight, num_warps=warps)
     return dx, sum_partials(partial, weight.dtype) if wants_weight else None
 
 
@@ -123,14 +124,16 @@ class _NormBeside(torch.autograd.Function):
     """Saved: x and the inverse root."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def forward(ctx, x: Tensor, weight: Tensor, eps: float, num_live: int | None) -> tuple[Tensor, Tensor]:
         y, inverse_root = _norm(x, weight, eps)
         ctx.save_for_backward(x, weight, inverse_root)
+        ctx.num_live = num_live
         return y, x
 
     @staticmethod
     def backward(ctx, dy: Tensor, beside: Tensor):
-        return *_gradients(*ctx.saved_tensors, dy, beside, wants_weight=ctx.needs_input_grad[1]), None
+        wants_weight = ctx.needs_input_grad[1]
+        return *_gradients(*ctx.saved_tensors, dy, beside, wants_weight=wants_weight, num_live=ctx.num_live), None, None
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -138,6 +141,9 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return _RMSNorm.apply(x, weight, eps)
 
 
-def rms_norm_beside(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(rms_norm(x), x) of contiguous x: for two readers of x, whose gradients are added up in one pass."""
-    return _NormBeside.apply(x, weight, eps)
+def rms_norm_beside(x: Tensor, weight: Tensor, eps: float, num_live: int | None = None) -> tuple[Tensor, Tensor]:
+    """(rms_norm(x), x) of contiguous x: for two readers of x, whose gradients are added up in one pass.
+
+    Gradients of rows from `num_live` on (None: of none) are taken for zero.
+    """
+    return _NormBeside.apply(x, weight, eps, num_live)

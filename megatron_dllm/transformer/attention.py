@@ -64,7 +64,8 @@ class SelfAttention(nn.Module):
         # Our kernel for all of them gives the weights no gradient.
         if self.turn is norm_and_rotate_pair and not (takes(query) and any(weight.requires_grad for weight in weights)):
             if keeps and takes(query):
-                return norm_heads_and_keep(query, key, value, *weights, table, self.eps, layer_pass.places, len(layer_pass.kept))
+                num_live = None if layer_pass.draws is None else layer_pass.draws.num_live
+                return norm_heads_and_keep(query, key, value, *weights, table, self.eps, layer_pass.places, len(layer_pass.kept), num_live)
             return norm_heads(query, key, value, *weights, table, self.eps)
         return *self.turn(query, key, *weights, table, self.eps), rms_norm(value, None, self.eps)
 

@@ -95,13 +95,15 @@ class TransformerBlock(nn.Module):
     def _fused(self, call: Call, x: Tensor, token_pass: TokenPass, earlier: Context | None, chain: StreamChain | None,
                reader: PlainConnection | None) -> tuple[Tensor, Context | None]:
         """`_by_parts` where nothing comes between the norms that meet the residual."""
-        router, eps = self.moe.router, self.input_layernorm.eps
-        normed, x = self.input_layernorm.beside(x)
+        router, eps, num_live = self.moe.router, self.input_layernorm.eps, token_pass.num_own_live
+        normed, x = self.input_layernorm.beside(x, num_live)
         attended, kept = self.attention(normed, token_pass.layers[self.kind], earlier)
         readers = self.pre_feedforward_layernorm.weight, self.pre_feedforward_layernorm_2.weight, router.scale
-        h, for_mlp, for_experts, scaled = after_attention(x, attended, self.post_attention_layernorm.weight, readers, router.root, eps)
+        h, for_mlp, for_experts, scaled = after_attention(x, attended, self.post_attention_layernorm.weight, readers, router.root, eps,
+                                                          num_live)
         parts = self._feed_forward(call, for_mlp, for_experts, scaled, token_pass)
-        return after_feed_forward(h, *parts, *self._feed_forward_norms(), self.layer_scalars, token_pass.num_clean, eps), kept
+        scalars = self.layer_scalars
+        return after_feed_forward(h, *parts, *self._feed_forward_norms(), scalars, token_pass.num_clean, eps, num_live), kept
 
     def _over_streams(self, call: Call, x: Tensor | Streams, token_pass: TokenPass, earlier: Context | None, chain: StreamChain | None,
                       reader: HyperConnection | None) -> tuple[Tensor | Streams, Context | None]:

@@ -11,16 +11,17 @@ from .precision import at_least_fp32
 Readers = tuple[Tensor, Tensor, Tensor]
 
 
-def after_attention(x: Tensor, y: Tensor, weight: Tensor, readers: Readers, factor: float,
-                    eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def after_attention(x: Tensor, y: Tensor, weight: Tensor, readers: Readers, factor: float, eps: float,
+                    num_live: int | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """h = x + rms_norm(y, weight), and what reads it: rms_norm(h, r) for three weights, the last in at least fp32 and times `factor`.
 
-    x, y, h [T, H] of one dtype, in which the first two results are too.
+    x, y, h [T, H] of one dtype, in which the first two results are too. Gradients of rows from `num_live` on are zero, if there is one; the
+    kernel does not read them.
     """
     if takes(x, y, weight, *readers) and x.shape[1] <= WIDEST_ROW:
         from ..kernels import residual as kernel  # Triton is there with CUDA alone
 
-        return kernel.after_attention(x, y, weight, readers, factor, eps)
+        return kernel.after_attention(x, y, weight, readers, factor, eps, num_live)
     return residual_in_torch.after_attention(x, y, weight, readers, factor, eps)
 
 
@@ -42,15 +43,15 @@ def before_feed_forward_in_torch(h: Tensor, readers: Readers, factor: float, eps
 
 
 def after_feed_forward(h: Tensor, a: Tensor, b: Tensor, weight_a: Tensor, weight_b: Tensor, weight: Tensor, scalars: Tensor, num_first: int,
-                       eps: float) -> Tensor:
+                       eps: float, num_live: int | None = None) -> Tensor:
     """(h + rms_norm(rms_norm(a, weight_a) + rms_norm(b, weight_b), weight)) * scalars[0] in the first `num_first` rows, scalars[1] after.
 
-    h, a, b and the result [T, H]; `scalars` [2] has no gradient.
+    h, a, b and the result [T, H]; `scalars` [2] has no gradient. `num_live` as in `after_attention`.
     """
     if takes(h, a, b, weight_a, weight_b, weight, scalars) and h.shape[1] <= WIDEST_ROW:
         from ..kernels import residual as kernel  # Triton is there with CUDA alone
 
-        return kernel.after_feed_forward(h, a, b, weight_a, weight_b, weight, scalars, num_first, eps)
+        return kernel.after_feed_forward(h, a, b, weight_a, weight_b, weight, scalars, num_first, eps, num_live)
     return residual_in_torch.after_feed_forward(h, a, b, weight_a, weight_b, weight, scalars, num_first, eps)
 
 

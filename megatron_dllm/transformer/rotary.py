@@ -66,12 +66,15 @@ def norm_and_rotate_pair(query: Tensor, key: Tensor, query_weight: Tensor | None
 
 
 def norm_heads_and_keep(query: Tensor, key: Tensor, value: Tensor, query_weight: Tensor, key_weight: Tensor, table: RotaryTable,
-                        eps: float, places: Tensor, num_kept: int) -> tuple[Tensor, ...]:
-    """`norm_heads` on CUDA, and the keys and values [n, g, d] of `num_kept` tokens beside them; places int64 [T]: see LayerPass."""
+                        eps: float, places: Tensor, num_kept: int, num_live: int | None) -> tuple[Tensor, ...]:
+    """`norm_heads` on CUDA, and the keys and values [n, g, d] of `num_kept` tokens beside them; places int64 [T]: see LayerPass.
+
+    Gradients of tokens from `num_live` on (None: of none) are taken for zero.
+    """
     from ..kernels import norm_heads as kernel  # Triton is there with CUDA alone
 
     return kernel.norm_heads(query, key, None if value is key else value, query_weight, key_weight, table.cos[:, 0], table.sin[:, 0], eps,
-                             places, num_kept)
+                             places, num_kept, num_live)
 
 
 def norm_heads(query: Tensor, key: Tensor, value: Tensor, query_weight: Tensor, key_weight: Tensor, table: RotaryTable,

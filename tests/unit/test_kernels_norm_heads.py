@@ -100,3 +100,22 @@ def test_keys_and_values_that_are_handed_on(num_kept, has_value, device):
 
     kept = flat(lambda *args: norm_heads(*args, places, num_kept))
     check(kept, taken(reference.rms_norm), taken(norms._RMSNorm.apply), inputs, dy, units=8)
+
+
+@DEVICES
+def test_tokens_without_a_gradient_are_not_read(device):
+    need_kernels(device)
+    from megatron_dllm.kernels.norm_heads import norm_heads
+
+    (cos, sin, query_weight, key_weight, *heads), _ = arguments((11, 4, 2, 256), torch.bfloat16, device)
+    places = torch.tensor([-1, 1, 0, *[-1] * 8], device=device)
+
+    def gradients(fill, num_live):
+        leaves = [x.detach().requires_grad_() for x in heads]
+        outs = norm_heads(*leaves, query_weight, key_weight, cos, sin, EPS, places, 2, num_live)
+        douts = [torch.ones_like(out) for out in outs]
+        for dout in douts[:3]:
+            dout[6:] = fill
+        return torch.autograd.grad(outs, leaves, douts)
+
+    assert all(torch.equal(*pair) for pair in zip(gradients(torch.nan, 6), gradients(0.0, None), strict=True))

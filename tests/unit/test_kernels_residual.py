@@ -106,3 +106,29 @@ def test_the_torch_path_equals_the_reference():
         inputs = [x.detach().double().requires_grad_(x.requires_grad) for x in inputs]
         for a, b in zip(*(outputs_and_gradients(function, inputs, dy) for function in (ours, want)), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@DEVICES
+@pytest.mark.parametrize("trained", [True, False], ids=["trained", "frozen"])
+def test_rows_without_a_gradient_are_not_read(trained, device):
+    need_kernels(device)
+    from megatron_dllm.kernels import residual as kernel
+    from megatron_dllm.kernels.rms_norm import rms_norm_beside
+
+    shape, live = (7, 96), 4
+    (x, y, *of_first), dy = attended_arguments(shape, torch.bfloat16, device)
+    (h, a, b, *of_second), _ = fed_forward_arguments(shape, torch.bfloat16, device)
+    scalars = of_second.pop()
+    dead = torch.arange(7, device=device) >= live
+
+    def gradients(fill, num_live):
+        leaves = [[w.detach().clone().requires_grad_(trained or number < first) for number, w in enumerate(inputs)]
+                  for first, inputs in ((2, (x, y, *of_first)), (3, (h, a, b, *of_second)), (1, (x, of_first[0])))]
+        attend, feed, norm = leaves
+        outs = [*kernel.after_attention(*attend[:3], tuple(attend[3:]), FACTOR, EPS, num_live),
+                kernel.after_feed_forward(*feed, scalars, 3, EPS, num_live), *rms_norm_beside(*norm, EPS, num_live)]
+        douts = [torch.where(dead[:, None], fill, dy[:7] * (number + 1)).to(out.dtype) for number, out in enumerate(outs)]
+        return torch.autograd.grad(outs, [leaf for each in leaves for leaf in each if leaf.requires_grad], douts)
+
+    want, ours = gradients(0.0, None), gradients(torch.nan, live)
+    assert all(torch.equal(*pair) for pair in zip(ours, want, strict=True))
