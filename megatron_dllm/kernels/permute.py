@@ -26,17 +26,17 @@ def _spread(x, row, rows, num_rows, WIDTH: tl.constexpr, CHOICES: tl.constexpr, 
         tl.store(rows + number * WIDTH + column, values, mask=inside & (number < num_rows))
 
 
-@triton.jit
-def _gather(rows, weights, row, y, num_rows, WIDTH: tl.constexpr, CHOICES: tl.constexpr, COLUMNS: tl.constexpr,
+@triton.jit(do_not_specialize=["num_live"])
+def _gather(rows, weights, row, y, num_rows, num_live, WIDTH: tl.constexpr, CHOICES: tl.constexpr, COLUMNS: tl.constexpr,
             HAS_WEIGHTS: tl.constexpr):
-    """y[t] = sum of weights[t, c] * rows[row[t, c]], without weights the plain sum."""
+    """y[t] = sum of weights[t, c] * rows[row[t, c]], without weights the plain sum; zero from `num_live` on."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < WIDTH
-    total = tl.zeros((COLUMNS,), tl.float32)
+    total, is_live = tl.zeros((COLUMNS,), tl.float32), inside & (token < num_live)
     for choice in tl.static_range(CHOICES):
         number = tl.load(row + token * CHOICES + choice)
-        part = tl.load(rows + number * WIDTH + column, mask=inside & (number < num_rows), other=0.0).to(tl.float32)
+        part = tl.load(rows + number * WIDTH + column, mask=is_live & (number < num_rows), other=0.0).to(tl.float32)
         if HAS_WEIGHTS:
             part *= tl.load(weights + token * CHOICES + choice).to(tl.float32)
         total += part
@@ -81,8 +81,7 @@ class _Permute(torch.autograd.Function):
         row, = ctx.saved_tensors
         num_rows, width = drows.shape
         dx = drows.new_empty(len(row), width)
-        dx[ctx.num_live:].zero_()
-        _launch(_gather, row[:ctx.num_live], width, drows.contiguous(), None, row, dx, num_rows, HAS_WEIGHTS=False)
+        _launch(_gather, row, width, drows.contiguous(), None, row, dx, num_rows, ctx.num_live, HAS_WEIGHTS=False)
         return dx, None, None, None
 
 
@@ -94,7 +93,7 @@ class _Sum(torch.autograd.Function):
         ctx.save_for_backward(row)
         ctx.num_rows, ctx.num_live = len(rows), num_live
         y = rows.new_empty(len(row), rows.shape[1])
-        _launch(_gather, row, rows.shape[1], rows.contiguous(), None, row, y, len(rows), HAS_WEIGHTS=False)
+        _launch(_gather, row, rows.shape[1], rows.contiguous(), None, row, y, len(rows), len(row), HAS_WEIGHTS=False)
         return y
 
     @staticmethod
@@ -112,7 +111,7 @@ class _Unpermute(torch.autograd.Function):
         ctx.save_for_backward(rows, weights, row)
         num_rows, width = rows.shape
         y = rows.new_empty(len(row), width)
-        _launch(_gather, row, width, rows, weights, row, y, num_rows, HAS_WEIGHTS=True)
+        _launch(_gather, row, width, rows, weights, row, y, num_rows, len(row), HAS_WEIGHTS=True)
         return y
 
     @staticmethod
