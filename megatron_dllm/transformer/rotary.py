@@ -25,6 +25,11 @@ class RotaryTable:
     sin: Tensor
 
     @cached_property
+    def whole(self) -> tuple[Tensor, Tensor]:
+        """What a head and its swapped halves are multiplied by: [cos ; cos] and [-sin ; sin], [T, 1, d], made when first asked for."""
+        return torch.cat([self.cos, self.cos], -1), torch.cat([-self.sin, self.sin], -1)
+
+    @cached_property
     def angles(self) -> Tensor:
         """fp32 [T, d], of a half turn at most: what turns each dimension, for kernels of others. Made when it is first asked for."""
         half = torch.atan2(self.sin, self.cos)[:, 0]
@@ -88,7 +93,7 @@ def norm_heads(query: Tensor, key: Tensor, value: Tensor, query_weight: Tensor, 
 
         return kernel.norm_heads(query, key, None if value is key else value, query_weight, key_weight, table.cos[:, 0], table.sin[:, 0],
                                  eps)
-    return _NormHeads.apply(query, key, value, query_weight, key_weight, table.cos, table.sin, eps)
+    return _NormHeads.apply(query, key, value, query_weight, key_weight, *table.whole, eps)
 
 
 class _NormHeads(torch.autograd.Function):
@@ -112,7 +117,7 @@ class _NormHeads(torch.autograd.Function):
         normed, root, weight, cos, sin = ctx.saved_tensors
         num_queries, num_turned = ctx.num_queries, ctx.num_turned
         grad = at_least_fp32(torch.cat(grads, 1))
-        back = _turn(grad[:, :num_turned], cos, -sin)
+        back = _turn(grad[:, :num_turned], cos, sin, -1)
         of_weights = (None, None)
         if any(ctx.needs_input_grad[3:5]):
             by_head = (back * normed[:, :num_turned]).sum(0)
@@ -122,10 +127,7 @@ class _NormHeads(torch.autograd.Function):
         return dx[:, :num_queries], dx[:, num_queries:num_turned], dx[:, num_turned:], *of_weights, None, None, None
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`rotate` in few operations, without gradient; x [T, heads, d] at least fp32."""
-    halves = x.unflatten(-1, (2, -1))
-    turned = halves * cos[:, :, None]
-    turned[:, :, 0].addcmul_(halves[:, :, 1], sin, value=-1)
-    turned[:, :, 1].addcmul_(halves[:, :, 0], sin)
-    return turned.flatten(2)
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: int = 1) -> Tensor:
+    """`rotate` of x [T, heads, d], at least fp32, by a table's `whole`, or with -1 back; without gradient."""
+    low, high = x.chunk(2, -1)
+    return (x * cos).addcmul_(torch.cat([high, low], -1), sin, value=sign)
