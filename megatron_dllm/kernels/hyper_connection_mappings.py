@@ -15,12 +15,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .hyper_connection_projection import pieces_of, store_pieces
+from .hyper_connection_projection import pieces_of, rounded_to_tf32, store_pieces
 from .launch import next_power_of_2
 
 EPSILON = tl.constexpr(1e-6)  # beside the norm of x, and the least denominator of Sinkhorn's rounds
-TOKENS = 32  # whose gradients a program makes: a warp, a token a lane
-READ_COLUMNS = 1024  # of each stream that a program of 4 warps reads at once: 8 numbers a thread, 16 bytes of bf16
+TOKENS = 8  # whose gradients a program makes: a warp, a row of a matrix of 4 x 4 a lane
+READ_COLUMNS, READ_WARPS = 512, 2  # of each stream that a program reads at once: 8 numbers a thread, 16 bytes of bf16
 
 
 @triton.jit
@@ -29,6 +29,11 @@ def _sum_splits(partial, at, inside, OUTPUTS: tl.constexpr, SPLITS: tl.constexpr
     for split in tl.static_range(1, SPLITS):
         total += tl.load(partial + split * (OUTPUTS + 1) + at, mask=inside, other=0.0)
     return total
+
+
+@triton.jit
+def _load(start, at, inside):
+    return tl.load(start + at, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -52,11 +57,15 @@ def _sigmoid(x):
 
 
 @triton.jit
-def _read(partial, alpha, bias, x, u, pre, post, res, projected, root, HIDDEN: tl.constexpr, n: tl.constexpr,
-          STREAMS: tl.constexpr, ITERATIONS: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Of one token: u [T, C] = H_pre x; H_pre [T, n], H_post [T, n], H_res [T, n, n]; projected [T, O] and root = |x| / sqrt(nC) [T] of
-    partial [T, SPLITS, O + 1]. The last tokens first: they were written last, and may be in the cache. Programs that are at Sinkhorn's
-    rounds leave the memory to others: every warp makes the same few numbers."""
+def _read(partial, alpha, bias, x, u, pre, post, res, projected, root, weight_1, weight_2, weight_3, out_1, out_2, out_3, inverse_root,
+          factor, eps, HIDDEN: tl.constexpr, n: tl.constexpr, STREAMS: tl.constexpr, ITERATIONS: tl.constexpr, SPLITS: tl.constexpr,
+          COLUMNS: tl.constexpr, NORMS: tl.constexpr):
+    """Of one token: u [T, C] = H_pre x, and NORMS (0, 1 or 3) norms of it, the third times `factor`, with their inverse root [T];
+    H_pre [T, n], H_post [T, n], H_res [T, n, n]; projected [T, O] and root = |x| / sqrt(nC) [T] of partial [T, SPLITS, O + 1].
+
+    The last tokens first: they were written last, and may be in the cache. Programs that are at Sinkhorn's rounds leave the memory to
+    others; several warps would make the same few numbers each.
+    """
     OUTPUTS: tl.constexpr = n * n + 2 * n
     row, i, one = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64), tl.arange(0, STREAMS), tl.full((), 1.0, tl.float32)
     at, first = row * (SPLITS * (OUTPUTS + 1)), row * OUTPUTS
@@ -69,13 +78,28 @@ def _read(partial, alpha, bias, x, u, pre, post, res, projected, root, HIDDEN: t
         tl.store(projected + first + j, product)
         tl.store(pre + row * n + j, gate)
         gates = gates + (gate,)
-    for start in range(0, HIDDEN, COLUMNS):
+    square, parts = tl.zeros((COLUMNS,), tl.float32), ()
+    for start in tl.static_range(0, HIDDEN, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
         inside = column < HIDDEN
         out = tl.zeros((COLUMNS,), tl.float32)
         for j in tl.static_range(n):
             out += gates[j] * tl.load(x + (row * n + j) * HIDDEN + column, mask=inside, other=0.0).to(tl.float32)
-        tl.store(u + row * HIDDEN + column, out.to(u.dtype.element_ty), mask=inside)
+        out = out.to(u.dtype.element_ty)
+        tl.store(u + row * HIDDEN + column, out, mask=inside)
+        if NORMS:
+            # Rounded as it is stored, so that the backward, which reads it again, has the same norms.
+            parts, square = parts + (out.to(tl.float32),), square + out.to(tl.float32) * out.to(tl.float32)
+    if NORMS:
+        own = tl.rsqrt(tl.sum(square, 0) / HIDDEN + eps)
+        tl.store(inverse_root + row, own)
+        for part in tl.static_range(len(parts)):
+            column = part * COLUMNS + tl.arange(0, COLUMNS)
+            inside, normed, to = column < HIDDEN, parts[part] * own, row * HIDDEN + column
+            tl.store(out_1 + to, (normed * _load(weight_1, column, inside)).to(out_1.dtype.element_ty), mask=inside)
+            if NORMS == 3:
+                tl.store(out_2 + to, (normed * _load(weight_2, column, inside)).to(out_2.dtype.element_ty), mask=inside)
+                tl.store(out_3 + to, normed * _load(weight_3, column, inside) * factor, mask=inside)
     output, in_gate = n + i, i < n
     product = _sum_splits(partial, at + output, in_gate, OUTPUTS, SPLITS)
     tl.store(projected + first + output, product, mask=in_gate)
@@ -92,167 +116,189 @@ def _read(partial, alpha, bias, x, u, pre, post, res, projected, root, HIDDEN: t
 
 
 @triton.jit
-def _one_over(sums):
-    """1 / sums for each of a tuple."""
-    shares = ()
-    for i in tl.static_range(len(sums)):
-        shares = shares + (1 / sums[i],)
-    return shares
-
-
-@triton.jit
-def _sums(matrix, n: tl.constexpr, BY_COLUMN: tl.constexpr):
-    """Of n x n numbers the sum of each row, or of each column, clamped."""
+def _of_columns(values, COMBINED: tl.constexpr):
+    """Of n columns [TOKENS, STREAMS] their sums [TOKENS, 1], clamped or not."""
     sums = ()
-    for i in tl.static_range(n):
-        total = matrix[i if BY_COLUMN else i * n]
-        for j in tl.static_range(1, n):
-            total += matrix[j * n + i if BY_COLUMN else i * n + j]
-        sums = sums + (tl.maximum(total, EPSILON),)
+    for j in tl.static_range(len(values)):
+        total = tl.sum(values[j], 1)[:, None]
+        sums = sums + (tl.maximum(total, EPSILON) if COMBINED else total,)
     return sums
 
 
 @triton.jit
-def _times(matrix, factors, n: tl.constexpr, BY_COLUMN: tl.constexpr):
-    """Each row, or each column, times its factor."""
+def _total(values):
+    """The sum of a tuple."""
+    total = values[0]
+    for j in tl.static_range(1, len(values)):
+        total += values[j]
+    return total
+
+
+@triton.jit
+def _one_over(sums):
+    """One over each of a tuple."""
     out = ()
-    for at in tl.static_range(n * n):
-        out = out + (matrix[at] * factors[at % n if BY_COLUMN else at // n],)
+    for j in tl.static_range(len(sums)):
+        out = out + (1 / sums[j],)
     return out
 
 
 @triton.jit
-def _through_division(grad, matrix, sums, n: tl.constexpr, BY_COLUMN: tl.constexpr):
-    """(gradient, matrix) before rows, or columns, were divided by their sums. A sum that was clamped is a constant."""
-    alongs, before = (), ()
-    for i in tl.static_range(n):
-        along = grad[i if BY_COLUMN else i * n] * matrix[i if BY_COLUMN else i * n]
-        for j in tl.static_range(1, n):
-            along += grad[j * n + i if BY_COLUMN else i * n + j] * matrix[j * n + i if BY_COLUMN else i * n + j]
-        alongs = alongs + (tl.where(sums[i] > EPSILON, along, 0.0),)
-    for at in tl.static_range(n * n):
-        before = before + (grad[at] - alongs[at % n if BY_COLUMN else at // n],)
-    return _times(before, _one_over(sums), n, BY_COLUMN), _times(matrix, sums, n, BY_COLUMN)
+def _times(values, others):
+    """The products of two tuples."""
+    out = ()
+    for j in tl.static_range(len(values)):
+        out = out + (values[j] * others[j],)
+    return out
 
 
 @triton.jit
-def _store_all(values, pointer, mask, stride):
-    for i in tl.static_range(len(values)):
-        tl.store(pointer + i * stride, values[i], mask=mask)
+def _same(value, n: tl.constexpr):
+    """n times the same."""
+    out = ()
+    for _ in tl.static_range(n):
+        out = out + (value,)
+    return out
 
 
 @triton.jit
-def _load_all(pointer, mask, stride, n: tl.constexpr):
-    values = ()
-    for i in tl.static_range(n):
-        values = values + (tl.load(pointer + i * stride, mask=mask, other=1.0),)
-    return values
+def _through_division(grad, alongs, sums):
+    """The gradient before each of a tuple was divided by its sum; a sum that was clamped is a constant."""
+    out, shares = (), _one_over(sums)
+    for j in tl.static_range(len(grad)):
+        out = out + ((grad[j] - tl.where(sums[j] > EPSILON, alongs[j], 0.0)) * shares[j],)
+    return out
 
 
 @triton.jit
-def _backward_of_sinkhorn(start, dres, kept, row, in_rows, num_rows, n: tl.constexpr, ITERATIONS: tl.constexpr):
-    """The gradient of `start`, n^2 numbers of each token, of which dres [T, n, n] has that of the matrix after all rounds. The matrices
-    between are made again, last to first, from the sums that were divided by; those of the next round are asked for ahead."""
-    matrix, at = start, kept + row
-    for _ in range(ITERATIONS):
-        sums = _sums(matrix, n, False)
-        _store_all(sums, at, in_rows, num_rows)
-        matrix = _times(matrix, _one_over(sums), n, False)
-        sums = _sums(matrix, n, True)
-        _store_all(sums, at + n * num_rows, in_rows, num_rows)
-        matrix, at = _times(matrix, _one_over(sums), n, True), at + 2 * n * num_rows
-    grad = ()
-    for entry in tl.static_range(n * n):
-        grad = grad + (tl.load(dres + row * (n * n) + entry, mask=in_rows, other=0.0),)
-    at -= 2 * n * num_rows
-    of_rows, of_columns = _load_all(at, in_rows, num_rows, n), _load_all(at + n * num_rows, in_rows, num_rows, n)
-    for step in range(ITERATIONS):
-        at -= tl.where(step + 1 < ITERATIONS, 2 * n * num_rows, 0)
-        next_rows, next_columns = _load_all(at, in_rows, num_rows, n), _load_all(at + n * num_rows, in_rows, num_rows, n)
-        grad, matrix = _through_division(grad, matrix, of_columns, n, True)
-        grad, matrix = _through_division(grad, matrix, of_rows, n, False)
-        of_rows, of_columns = next_rows, next_columns
+def _backward_of_sinkhorn(start, grad, inside, n: tl.constexpr, ITERATIONS: tl.constexpr):
+    """The gradient of `start`, of which `grad` is that of the matrices after all rounds: n columns [TOKENS, STREAMS] each. The sums that
+    were divided by are kept on chip; the matrices between are made again from them, last to first."""
+    matrix, kept = start, ()
+    for _ in tl.static_range(ITERATIONS):
+        of_rows = tl.maximum(_total(matrix), EPSILON)
+        matrix = _times(matrix, _same(1 / of_rows, n))
+        of_columns = _of_columns(matrix, True)
+        matrix, kept = _times(matrix, _one_over(of_columns)), kept + ((of_rows, of_columns),)
+    for step in tl.static_range(ITERATIONS):
+        of_rows, of_columns = kept[ITERATIONS - 1 - step]
+        grad = _through_division(grad, _of_columns(_times(grad, matrix), False), of_columns)
+        matrix = _times(matrix, of_columns)
+        along, share = tl.where(inside & (of_rows > EPSILON), _total(_times(grad, matrix)), 0.0), 1 / of_rows
+        before = ()
+        for j in tl.static_range(n):
+            before = before + (tl.where(inside, (grad[j] - along) * share, 0.0),)  # fill would grow
+        grad, matrix = before, _times(matrix, _same(of_rows, n))
     return grad
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _mappings_backward(projected, root, alpha, bias, res, scale, dpre, dpost, dres, dprojected, mix, coefficient, kept, partial, num_rows,
-                       WIDTH: tl.constexpr, n: tl.constexpr, ITERATIONS: tl.constexpr, PIECES: tl.constexpr, HAS_SCALE: tl.constexpr,
-                       TOKENS: tl.constexpr):
-    """dprojected [PIECES, T, O]; mix [T, n, n] = H_res * scale; coefficient [T] of -x in its gradient; partial [programs, O + 3]: dbias,
-    then dalpha. A lane has all of a token, its matrix as n^2 numbers; kept [ITERATIONS, 2, n, T]: the sums that were divided by."""
+def _mappings_backward(projected, root, alpha, bias, res, scale, dpre, dpost, dres, dprojected, rounded, mix, coefficient, partial,
+                       num_rows, WIDTH: tl.constexpr, n: tl.constexpr, STREAMS: tl.constexpr, ITERATIONS: tl.constexpr,
+                       PIECES: tl.constexpr, HAS_SCALE: tl.constexpr, TOKENS: tl.constexpr):
+    """dprojected [PIECES, T, O], and `rounded` [T, O]; mix [T, n, n] = H_res * scale; coefficient [T] of -x in its gradient; partial
+    [programs, O + 3]: dbias, then dalpha. A matrix is n columns, a row a lane: sums of rows are a lane's own."""
     OUTPUTS: tl.constexpr = n * n + 2 * n
-    row = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    in_rows, stride, first = row < num_rows, num_rows * OUTPUTS, row * OUTPUTS
+    row, i = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.arange(0, STREAMS)
+    in_rows, stride = row < num_rows, num_rows * OUTPUTS
+    inside, first = in_rows[:, None] & (i < n)[None, :], row[:, None] * OUTPUTS
     size = tl.load(root + row, mask=in_rows, other=0.0)
     inverse, sums = tl.div_rn(tl.full((TOKENS,), 1.0, tl.float32), size + EPSILON), partial + tl.program_id(0) * (OUTPUTS + 3)
-    dinverse = tl.zeros((TOKENS,), tl.float32)
+    by_token, dinverse = inverse[:, None], tl.zeros((TOKENS, STREAMS), tl.float32)
     for gate in tl.static_range(2):
-        factor, along = tl.load(alpha + gate), tl.zeros((TOKENS,), tl.float32)
-        for i in tl.static_range(n):
-            output = gate * n + i
-            product = tl.load(projected + first + output, mask=in_rows, other=0.0)
-            value = _sigmoid(inverse * product * factor + tl.load(bias + output))
-            if gate == 0:
-                grad = tl.load(dpre + row * n + i, mask=in_rows, other=0.0)
-            else:
-                grad = 2 * tl.load(dpost + row * n + i, mask=in_rows, other=0.0)
-            dh = grad * value * (1 - value)
-            store_pieces(dprojected, first + output, dh * factor * inverse, in_rows, stride, PIECES)
-            tl.store(sums + output, tl.sum(dh, 0))
-            along += dh * product
-        dinverse += along * factor
-        tl.store(sums + OUTPUTS + gate, tl.sum(along * inverse, 0))
-    factor, along, wide, products, start = tl.load(alpha + 2), tl.zeros((TOKENS,), tl.float32), 1.0, (), ()
+        factor, output = tl.load(alpha + gate), gate * n + i[None, :]
+        product = tl.load(projected + first + output, mask=inside, other=0.0)
+        value = _sigmoid(by_token * product * factor + tl.load(bias + output, mask=(i < n)[None, :], other=0.0))
+        if gate == 0:
+            grad = tl.load(dpre + row[:, None] * n + i[None, :], mask=inside, other=0.0)
+        else:
+            grad = 2 * tl.load(dpost + row[:, None] * n + i[None, :], mask=inside, other=0.0)
+        dh = grad * value * (1 - value)
+        _store_gradient(dprojected, rounded, first + output, dh * factor * by_token, inside, stride, PIECES)
+        dinverse += dh * product * factor
+        tl.store(sums + gate * n + i, tl.sum(dh, 0), mask=i < n)
+        tl.store(sums + OUTPUTS + gate, tl.sum(tl.sum(dh * product, 1) * inverse, 0))
+    factor, wide, products, logits, grads = tl.load(alpha + 2), 1.0, (), (), ()
     if HAS_SCALE:
-        wide = tl.load(scale + row, mask=in_rows, other=0.0).to(tl.float32)
-    for i in tl.static_range(n):
-        logits, largest = (), tl.full((TOKENS,), float("-inf"), tl.float32)
-        for j in tl.static_range(n):
-            at = i * n + j
-            value = tl.load(res + row * (n * n) + at, mask=in_rows, other=0.0)
-            tl.store(mix + row * (n * n) + at, value * wide, mask=in_rows)
-            product = tl.load(projected + first + 2 * n + at, mask=in_rows, other=0.0)
-            logit = inverse * product * factor + tl.load(bias + 2 * n + at)
-            products, logits, largest = products + (product,), logits + (logit,), tl.maximum(largest, logit)
-        for j in tl.static_range(n):
-            start = start + (tl.exp(logits[j] - largest),)
-    grad = _backward_of_sinkhorn(start, dres, kept, row, in_rows, num_rows, n, ITERATIONS)
-    for at in tl.static_range(n * n):
-        dh = grad[at] * start[at]
-        store_pieces(dprojected, first + 2 * n + at, dh * factor * inverse, in_rows, stride, PIECES)
-        tl.store(sums + 2 * n + at, tl.sum(dh, 0))
-        along += dh * products[at]
-    dinverse += along * factor
-    tl.store(sums + OUTPUTS + 2, tl.sum(along * inverse, 0))
+        wide = tl.load(scale + row, mask=in_rows, other=0.0).to(tl.float32)[:, None]
+    largest = tl.full((TOKENS, STREAMS), float("-inf"), tl.float32)
+    for j in tl.static_range(n):
+        entry, at = (i * n + j)[None, :], row[:, None] * (n * n) + (i * n + j)[None, :]
+        tl.store(mix + at, tl.load(res + at, mask=inside, other=0.0) * wide, mask=inside)
+        product = tl.load(projected + first + 2 * n + entry, mask=inside, other=0.0)
+        logit = by_token * product * factor + tl.load(bias + 2 * n + entry, mask=(i < n)[None, :], other=0.0)
+        products, logits, largest = products + (product,), logits + (logit,), tl.maximum(largest, logit)
+        grads = grads + (tl.load(dres + at, mask=inside, other=0.0),)
+    start = ()
+    for j in tl.static_range(n):
+        start = start + (tl.where(inside, tl.exp(logits[j] - largest), 0.0),)
+    dhs, along = _times(_backward_of_sinkhorn(start, grads, inside, n, ITERATIONS), start), tl.zeros((TOKENS, STREAMS), tl.float32)
+    for j in tl.static_range(n):
+        _store_gradient(dprojected, rounded, first + 2 * n + (i * n + j)[None, :], dhs[j] * factor * by_token, inside, stride, PIECES)
+        tl.store(sums + 2 * n + i * n + j, tl.sum(dhs[j], 0), mask=i < n)
+        along += dhs[j] * products[j]
+    tl.store(sums + OUTPUTS + 2, tl.sum(tl.sum(along, 1) * inverse, 0))
     # d r / d x = -r^2 x / (|x| sqrt(WIDTH)), and nothing where x is zero (rows of fill may be).
-    divisor = tl.where(size > 0, size * WIDTH, 1.0)
-    tl.store(coefficient + row, tl.where(size > 0, tl.div_rn(dinverse * inverse * inverse, divisor), 0.0), mask=in_rows)
+    total, divisor = tl.sum(dinverse + along * factor, 1), tl.where(size > 0, size * WIDTH, 1.0)
+    tl.store(coefficient + row, tl.where(size > 0, tl.div_rn(total * inverse * inverse, divisor), 0.0), mask=in_rows)
 
 
-def read(x: Tensor, partial: Tensor, alpha: Tensor, bias: Tensor, num_streams: int, iterations: int) -> tuple[Tensor, ...]:
-    """u = H_pre x [T, C] in the dtype of x [T, nC], of which `partial` is the projection (see hyper_connection_projection.project); then
-    H_pre [T, n], H_post [T, n], H_res [T, n, n], x W^T [T, O] and |x| / sqrt(nC) [T], all fp32."""
+@triton.jit
+def _store_gradient(pieces, rounded, at, value, inside, stride, PIECES: tl.constexpr):
+    store_pieces(pieces, at, value, inside, stride, PIECES)
+    if PIECES > 1:
+        tl.store(rounded + at, rounded_to_tf32(value), mask=inside)
+
+
+class Norms(NamedTuple):
+    """Norms n(u) = u * (mean(u^2) + eps)^-0.5 of what is read, times each of the weights [C]: one or three, or none at all. The third is
+    fp32, as is its result, which is times `factor` too."""
+
+    weights: tuple[Tensor, ...] = ()
+    eps: float = 0.0
+    factor: float = 1.0
+
+    @property
+    def three(self) -> tuple[Tensor | None, ...]:
+        """The weights, and None in the place of those that are not there."""
+        return *self.weights, *[None] * (3 - len(self.weights))
+
+
+NO_NORMS = Norms()
+
+
+def read(x: Tensor, partial: Tensor, alpha: Tensor, bias: Tensor, num_streams: int, iterations: int,
+         norms: Norms = NO_NORMS) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
+    """(made, norms of u, their inverse root [T]) of x [T, nC], of which `partial` is the projection (hyper_connection_projection.project).
+
+    made: u = H_pre x [T, C] in the dtype of x; then fp32 H_pre [T, n], H_post [T, n], H_res [T, n, n], x W^T [T, O], |x| / sqrt(nC) [T].
+    """
     (num_rows, width), outputs, n = x.shape, len(bias), num_streams
     hidden, u = width // n, torch.empty(num_rows, width // n, dtype=x.dtype, device=x.device)
     shapes = (num_rows, n), (num_rows, n), (num_rows, n, n), (num_rows, outputs), (num_rows,)
     made = tuple(torch.empty(shape, dtype=torch.float32, device=x.device) for shape in shapes)
+    normed = tuple(torch.empty_like(u, dtype=torch.float32 if which == 2 else None) for which in range(len(norms.weights)))
+    inverse_root = torch.empty_like(made[-1])
     if num_rows:
-        _read[(num_rows,)](partial, alpha, bias, x, u, *made, HIDDEN=hidden, n=n, STREAMS=next_power_of_2(n), ITERATIONS=iterations,
-                           SPLITS=partial.shape[1], COLUMNS=min(READ_COLUMNS, next_power_of_2(hidden)), num_warps=4)
-    return u, *made
+        _read[(num_rows,)](
+            partial, alpha, bias, x, u, *made, *norms.three, *normed, *[None] * (3 - len(normed)), inverse_root, norms.factor, norms.eps,
+            HIDDEN=hidden, n=n, STREAMS=next_power_of_2(n), ITERATIONS=iterations, SPLITS=partial.shape[1],
+            COLUMNS=min(READ_COLUMNS, next_power_of_2(hidden)), NORMS=len(normed), num_warps=READ_WARPS)
+    return (u, *made), normed, inverse_root
 
 
 class MappingGradients(NamedTuple):
     """What `mappings_backward` gives, fp32 where nothing else is said.
 
         projected    [P, T, O]   of x W^T; for streams of bf16 three pieces of bf16 whose sum it is: products with x are then exact
+        rounded      [T, O]      the same, rounded to 11 bits; nothing for streams of fp32
         coefficient  [T]         of -x in the gradient of x: the norm's part
         mix          [T, n, n]   H_res times the scale
         partial      [K, O + 3]  of bias, then of alpha: their sums over some tokens each
     """
 
     projected: Tensor
+    rounded: Tensor | None
     coefficient: Tensor
     mix: Tensor
     partial: Tensor
@@ -266,9 +312,10 @@ def mappings_backward(projected: Tensor, root: Tensor, alpha: Tensor, bias: Tens
     pieces, of = pieces_of(dtype)
     dprojected, coefficient = torch.empty(pieces, num_rows, outputs, dtype=of, device=root.device), root.new_empty(num_rows)
     mix, programs = root.new_empty(num_rows, n, n), triton.cdiv(num_rows, TOKENS)
-    partial, kept = root.new_empty(programs, outputs + 3), root.new_empty(iterations, 2, n, num_rows)
+    partial, rounded = root.new_empty(programs, outputs + 3), root.new_empty(num_rows, outputs) if pieces > 1 else None
     if num_rows:
         _mappings_backward[(programs,)](
-            projected, root, alpha, bias, res, scale, dpre, dpost, dres, dprojected, mix, coefficient, kept, partial, num_rows,
-            WIDTH=width, n=n, ITERATIONS=iterations, PIECES=pieces, HAS_SCALE=scale is not None, TOKENS=TOKENS, num_warps=1)
-    return MappingGradients(dprojected, coefficient, mix, partial)
+            projected, root, alpha, bias, res, scale, dpre, dpost, dres, dprojected, rounded, mix, coefficient, partial, num_rows,
+            WIDTH=width, n=n, STREAMS=next_power_of_2(n), ITERATIONS=iterations, PIECES=pieces, HAS_SCALE=scale is not None,
+            TOKENS=TOKENS, num_warps=1)
+    return MappingGradients(dprojected, rounded, coefficient, mix, partial)

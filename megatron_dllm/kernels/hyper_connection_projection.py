@@ -15,7 +15,7 @@ from torch import Tensor
 from .launch import next_power_of_2
 
 # Of a tile; STEPS of them, one after the other, are a program: the columns of a token are so shared by several.
-ROWS, COLUMNS, STEPS, WARPS, STAGES = 64, 32, 7, 4, 2
+ROWS, COLUMNS, STEPS, WARPS, STAGES = 128, 32, 7, 8, 3
 
 
 @triton.jit
@@ -28,6 +28,12 @@ def store_pieces(pointer, at, value, inside, stride, PIECES: tl.constexpr):
             piece = value.to(tl.bfloat16)
             tl.store(pointer + number * stride + at, piece, mask=inside)
             value -= piece.to(tl.float32)
+
+
+@triton.jit
+def rounded_to_tf32(value):
+    """fp32 with 11 bits of mantissa, rounded: tensor cores would cut the others off."""
+    return ((value.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -5,13 +5,17 @@ n C. The formulas, and the same in plain torch, are in transformer/hyper_connect
 """
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .hyper_connection_mappings import MappingGradients
-from .launch import next_power_of_2
+from .hyper_connection_mappings import MappingGradients, Norms
+from .hyper_connection_projection import rounded_to_tf32
+from .launch import next_power_of_2, persistent_programs
+from .rms_norm import sum_partials
 
 COLUMNS = 1024  # of each stream that a program of 4 warps holds: 8 numbers a thread, 16 bytes of bf16
 # Where n^2 + n sums are made besides, a program is one warp, whose lanes have 8 neighbouring numbers each, 16 bytes of bf16: no warp waits
@@ -20,7 +24,7 @@ LANES, NUMBERS = 32, 8  # 87 registers a thread
 SUMS = 1024  # that a program adds up
 # Of `_read_backward`: tokens, columns of each stream, warps. Three programs of 164 registers fit a processor, each with 36 KB on the way.
 # On an H200, 5,120 tokens of 4 x 2816, with `_weight_gradient`: 0.212 ms; 64 x 16 0.263, 128 x 32 with 8 warps 0.270.
-ROWS, TILE_COLUMNS, SPLITS, WARPS, STAGES = 64, 32, 3, 4, 2  # of `_read_backward`: 264 programs for 4 x 2816 columns, two a processor
+ROWS, TILE_COLUMNS, SPLITS, WARPS, STAGES = 64, 32, 3, 8, 3  # of `_read_backward`: 264 programs for 4 x 2816 columns, one a processor
 
 
 @triton.jit
@@ -46,8 +50,49 @@ def _read_products(x, du, dpre, HIDDEN: tl.constexpr, n: tl.constexpr, COLUMNS: 
         tl.store(dpre + row * n + i, tl.sum(products[i], 0))
 
 
+@triton.jit(do_not_specialize=["num_live"])
+def _normed_products(x, u, inverse_root, weight_1, weight_2, weight_3, grad_1, grad_2, grad_3, du, dpre, partial, partial_3, factor,
+                     num_live, HIDDEN: tl.constexpr, n: tl.constexpr, COLUMNS: tl.constexpr, NORMS: tl.constexpr,
+                     WANTS_WEIGHTS: tl.constexpr):
+    """du [T, C] from the gradients of NORMS (1 or 3) norms of u, the third of which was times `factor`; then dpre [T, n]: each stream times
+    it. partial [programs, 1 or 2, C] and partial_3 [programs, C]: the gradients of the norms' weights. A program has some of the tokens,
+    and of each of them all columns in registers."""
+    column = tl.arange(0, COLUMNS)
+    inside = column < HIDDEN
+    dweight_1, dweight_2, dweight_3 = tl.zeros((COLUMNS,), tl.float32), tl.zeros((COLUMNS,), tl.float32), tl.zeros((COLUMNS,), tl.float32)
+    number = tl.program_id(0)
+    while number < num_live:
+        row = (num_live - 1 - number).to(tl.int64)  # the last first: see `_read_products`
+        at, root, streams = row * HIDDEN + column, tl.load(inverse_root + row), ()
+        for i in tl.static_range(n):
+            streams = streams + (tl.load(x + (row * n + i) * HIDDEN + column, mask=inside, other=0.0),)
+        normed, grad = _load(u, at, inside) * root, _load(grad_1, at, inside)
+        if WANTS_WEIGHTS:
+            dweight_1 += grad * normed
+        total = grad * _load(weight_1, column, inside)
+        if NORMS == 3:
+            other, third = _load(grad_2, at, inside), _load(grad_3, at, inside) * factor
+            if WANTS_WEIGHTS:
+                dweight_2 += other * normed
+                dweight_3 += third * normed
+            total += other * _load(weight_2, column, inside) + third * _load(weight_3, column, inside)
+        out = (root * (total - normed * (tl.sum(total * normed, 0) / HIDDEN))).to(du.dtype.element_ty)
+        tl.store(du + at, out, mask=inside)
+        for i in tl.static_range(n):
+            tl.store(dpre + row * n + i, tl.sum(streams[i].to(tl.float32) * out.to(tl.float32), 0))
+        number += tl.num_programs(0)
+    if WANTS_WEIGHTS:
+        program = tl.program_id(0).to(tl.int64)
+        if NORMS == 3:
+            tl.store(partial + program * (2 * HIDDEN) + column, dweight_1, mask=inside)
+            tl.store(partial + program * (2 * HIDDEN) + HIDDEN + column, dweight_2, mask=inside)
+            tl.store(partial_3 + program * HIDDEN + column, dweight_3, mask=inside)
+        else:
+            tl.store(partial + program * HIDDEN + column, dweight_1, mask=inside)
+
+
 @triton.jit(do_not_specialize=["num_rows", "num_live", "num_steps"])
-def _read_backward(x, weight, pre, mix, dprojected, coefficient, du, grad, dx, partial, num_rows, num_live, num_steps,
+def _read_backward(x, weight, pre, mix, dprojected, rounded, coefficient, du, grad, dx, partial, num_rows, num_live, num_steps,
                    HIDDEN: tl.constexpr, n: tl.constexpr, STREAMS: tl.constexpr, OUTPUTS: tl.constexpr, PADDED: tl.constexpr,
                    PIECES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr):
     """dx = mix^T grad + H_pre^T du + dprojected W - coefficient * x, of some columns of every stream and our share of the tokens, and
@@ -63,9 +108,7 @@ def _read_backward(x, weight, pre, mix, dprojected, coefficient, du, grad, dx, p
     wide, inside, in_outputs = of_stream * HIDDEN + within, (of_stream < n) & (within < HIDDEN), output < OUTPUTS
     factor = tl.load(weight + output[:, None] * WIDTH + wide[None, :], mask=in_outputs[:, None] & inside[None, :], other=0.0)
     if PIECES > 1:
-        # 16 bits of each factor: dx is rounded to 8.
-        high = factor.to(tl.bfloat16)
-        low = (factor - high.to(tl.float32)).to(tl.bfloat16)
+        factor = rounded_to_tf32(factor)
     local, narrow = place[:, None] * WIDTH + wide[None, :], place[:, None] * WIDTH + column[None, :]
     sums = tl.zeros((STREAMS * COLUMNS, PADDED), tl.float32)
     for step in tl.range(0, num_steps, num_stages=STAGES):
@@ -78,7 +121,9 @@ def _read_backward(x, weight, pre, mix, dprojected, coefficient, du, grad, dx, p
             at_grad = (number * num_live + first + place)[:, None] * OUTPUTS + output[None, :]
             pieces = pieces + (tl.load(dprojected + at_grad, mask=in_rows[:, None] & in_outputs[None, :], other=0.0),)
         if PIECES > 1:
-            out = tl.dot(pieces[0], high, tl.dot(pieces[0], low, tl.dot(pieces[1], high)))
+            # 11 bits of each factor: dx is rounded to 8. One product, so that warps share its columns.
+            at_grad = (first + place)[:, None] * OUTPUTS + output[None, :]
+            out = tl.dot(tl.load(rounded + at_grad, mask=in_rows[:, None] & in_outputs[None, :], other=0.0), factor, input_precision="tf32")
         else:
             out = tl.dot(pieces[0], factor, input_precision="tf32x3")
         part = tl.zeros((STREAMS * COLUMNS, PADDED), tl.float32)
@@ -226,6 +271,29 @@ def read_products(x: Tensor, du: Tensor, num_live: int) -> Tensor:
     return dpre
 
 
+def normed_products(x: Tensor, u: Tensor, inverse_root: Tensor, norms: Norms, grads: Sequence[Tensor], num_live: int, *,
+                    wants_weights: bool) -> tuple[Tensor, Tensor, list[Tensor | None]]:
+    """`read_products` of a du [T, C] that is made here too, in the first `num_live` rows, from the gradients of `norms` of u; (du, dH_pre,
+    and the gradients of the norms' weights if they are wanted)."""
+    hidden, n, count = u.shape[1], x.shape[1] // u.shape[1], len(norms.weights)
+    du, dpre = torch.empty_like(u), torch.empty(num_live, n, dtype=torch.float32, device=x.device)
+    if not num_live:
+        return du, dpre, [torch.zeros_like(weight) if wants_weights else None for weight in norms.weights]
+    programs, partial, partial_3 = num_live, None, None
+    if wants_weights:
+        programs = persistent_programs(x.device, num_live)
+        partial, partial_3 = dpre.new_empty(programs, min(count, 2) * hidden), dpre.new_empty(programs if count == 3 else 0, hidden)
+    columns = next_power_of_2(hidden)
+    warps = max(1, columns // (512 if count < 3 else 256))  # four partial sums a column are many registers
+    _normed_products[(programs,)](
+        x, u, inverse_root, *norms.three, *grads, *[None] * (3 - count), du, dpre, partial, partial_3, norms.factor, num_live,
+        HIDDEN=hidden, n=n, COLUMNS=columns, NORMS=count, WANTS_WEIGHTS=wants_weights, num_warps=min(16, warps))
+    if not wants_weights:
+        return du, dpre, [None] * count
+    dweights = [*sum_partials(partial, norms.weights[0].dtype).split(hidden)]
+    return du, dpre, dweights if count < 3 else [*dweights, sum_partials(partial_3, norms.weights[2].dtype)]
+
+
 def read_backward(x: Tensor, weight: Tensor, pre: Tensor, through: MappingGradients, du: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
     """dx [T, nC] in the dtype of x, from du [T, C] and the gradient [T, nC] of `merge`'s result; dweight [O, nC], dalpha [3] and dbias [O],
     fp32. `through`: the gradients of the mappings, of as many tokens as have a gradient that is not zero."""
@@ -233,7 +301,7 @@ def read_backward(x: Tensor, weight: Tensor, pre: Tensor, through: MappingGradie
     (pieces, num_live, _), hidden, dx = through.projected.shape, width // n, torch.empty_like(x)
     partial = torch.empty(SPLITS, outputs, width, dtype=torch.float32, device=x.device)
     _read_backward[(triton.cdiv(hidden, TILE_COLUMNS), SPLITS)](
-        x, weight, pre, through.mix, through.projected, through.coefficient, du, grad, dx, partial, num_rows, num_live,
+        x, weight, pre, through.mix, through.projected, through.rounded, through.coefficient, du, grad, dx, partial, num_rows, num_live,
         triton.cdiv(num_live, ROWS * SPLITS), HIDDEN=hidden, n=n, STREAMS=next_power_of_2(n), OUTPUTS=outputs,
         PADDED=max(16, next_power_of_2(outputs)), PIECES=pieces, ROWS=ROWS, COLUMNS=TILE_COLUMNS, STAGES=STAGES, num_warps=WARPS)
     dweight, others = torch.empty_like(weight), weight.new_empty(outputs + 3)

@@ -18,11 +18,11 @@ from ..tensor_parallel.dropout import TokenDraws
 from ..tensor_parallel.initialization import Init
 from .attention import SelfAttention
 from .gated_delta_net import GatedDeltaContext, GatedDeltaNet
-from .hyper_connection import HyperConnection, PlainConnection, StreamChain, Streams
+from .hyper_connection import HyperConnection, Norms, PlainConnection, StreamChain, Streams
 from .mlp import MLP
 from .norms import RMSNorm
 from .recompute import Recompute
-from .residual import after_attention, after_feed_forward, before_feed_forward, of_feed_forward
+from .residual import after_attention, after_feed_forward, of_feed_forward
 from .token_pass import LayerContext, TokenPass
 
 # Layer type -> what attends: forward(x [T, H], the pass's entry for the type, earlier context) -> y [T, H] and the context to keep.
@@ -108,13 +108,14 @@ class TransformerBlock(nn.Module):
     def _over_streams(self, call: Call, x: Tensor | Streams, token_pass: TokenPass, earlier: Context | None, chain: StreamChain | None,
                       reader: HyperConnection | None) -> tuple[Tensor | Streams, Context | None]:
         """`_by_parts` where streams are mixed between the norms, but nothing comes between those of one part."""
-        u, x, mix = self.attention_connection.read(x, chain, num_live=token_pass.num_own_live)
-        attended, kept = self.attention(self.input_layernorm(u), token_pass.layers[self.kind], earlier)
+        router, eps, num_live = self.moe.router, self.input_layernorm.eps, token_pass.num_own_live
+        norms = Norms((self.input_layernorm.weight,), eps, function=self.input_layernorm.function)
+        (normed,), x, mix = self.attention_connection.read_normed(x, chain, norms, num_live=num_live)
+        attended, kept = self.attention(normed, token_pass.layers[self.kind], earlier)
         x = self.attention_connection.write(x, self.post_attention_layernorm(attended), mix, chain, self.feed_forward_connection)
-        h, x, mix = self.feed_forward_connection.read(x, chain, token_pass.per_stream(self.layer_scalars), token_pass.num_own_live)
-        router, eps = self.moe.router, self.input_layernorm.eps
-        readers = self.pre_feedforward_layernorm.weight, self.pre_feedforward_layernorm_2.weight, router.scale
-        parts = self._feed_forward(call, *before_feed_forward(h, readers, router.root, eps), token_pass)
+        norms = Norms((self.pre_feedforward_layernorm.weight, self.pre_feedforward_layernorm_2.weight, router.scale), eps, router.root)
+        readers, x, mix = self.feed_forward_connection.read_normed(x, chain, norms, token_pass.per_stream(self.layer_scalars), num_live)
+        parts = self._feed_forward(call, *readers, token_pass)
         y = of_feed_forward(*parts, *self._feed_forward_norms(), eps)
         return self.feed_forward_connection.write(x, y, mix, chain, reader), kept
 

@@ -21,11 +21,13 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ..config import ModelConfig
-from ..kernels.launch import takes
+from ..kernels.launch import WIDEST_ROW, takes
 from ..parallel import ParallelContext, place
 from ..tensor_parallel.initialization import Constant, Init, make_parameter
+from .norms import NormFunction, rms_norm
 from .precision import accumulation_dtype, at_least_fp32
 from .recompute import Recompute
+from .residual import before_feed_forward
 
 EPSILON = 1e-6  # beside the norm of x, and the least denominator of Sinkhorn's rounds
 
@@ -46,6 +48,23 @@ class Streams(NamedTuple):
 
     x: Tensor
     projection: Tensor | None
+
+
+@dataclass(frozen=True)
+class Norms:
+    """Norms of what a part reads: by one weight, or by the three of residual.before_feed_forward, the last times `factor`. `function`
+    computes a single one."""
+
+    weights: tuple[Tensor, ...]
+    eps: float
+    factor: float = 1.0
+    function: NormFunction = rms_norm
+
+    def of(self, u: Tensor) -> tuple[Tensor, ...]:
+        """The norms of u [T, C]."""
+        if len(self.weights) == 1:
+            return (self.function(u, *self.weights, self.eps),)
+        return before_feed_forward(u, self.weights, self.factor, self.eps)
 
 
 class PlainConnection:
@@ -72,6 +91,7 @@ class HyperConnection(nn.Module):
     def __init__(self, name: str, config: ModelConfig, *, context: ParallelContext, init: Init, dtype: torch.dtype):
         super().__init__()
         self.num_streams, self.iterations = config.mhc_num_residual_streams, config.mhc_sinkhorn_iterations
+        self.hidden_size = config.hidden_size
         width, outputs = self.num_streams * config.hidden_size, self.num_streams ** 2 + 2 * self.num_streams
 
         def parameter(which: str, shape: tuple[int, ...], how: Init) -> nn.Parameter:
@@ -94,6 +114,18 @@ class HyperConnection(nn.Module):
         u, x, post, res = _Read.apply(x, self.weight, self.alpha, self.bias, self.num_streams, self.iterations, chain, scale, num_live,
                                       projection)
         return u, x, Mix(post, res, scale, num_live)
+
+    def read_normed(self, x: Tensor | Streams, chain: StreamChain | None, norms: Norms, scale: Tensor | None = None,
+                    num_live: int | None = None) -> tuple[tuple[Tensor, ...], Tensor, Mix]:
+        """`read`, with norms of u in the place of u: on CUDA the same kernels make them, forwards and backwards."""
+        streams, projection = x if isinstance(x, Streams) else (x, None)
+        if not (norms.function is rms_norm and takes(streams, self.weight, *norms.weights) and self.hidden_size <= WIDEST_ROW):
+            u, streams, mix = self.read(x, chain, scale, num_live)
+            return norms.of(u), streams, mix
+        *normed, streams, post, res = _ReadNormed.apply(
+            streams, self.weight, self.alpha, self.bias, self.num_streams, self.iterations, chain, scale, num_live, projection,
+            norms.factor, norms.eps, *norms.weights)
+        return tuple(normed), streams, Mix(post, res, scale, num_live)
 
     def write(self, x: Tensor, y: Tensor, mix: Mix, chain: StreamChain | None, reader: HyperConnection | None = None) -> Tensor | Streams:
         """(H_res x + H_post^T y) * scale [T, nC], for the x that `read` gave and y [T, C]; Streams for a `reader`, who reads them next."""
@@ -302,7 +334,7 @@ def read(x: Tensor, weights: Weights, projection: Tensor | None = None) -> tuple
         x, w = x.contiguous(), weights
         if projection is None:
             projection = hyper_connection_projection.project(x, w.weight, w.num_streams)
-        u, *mapped = hyper_connection_mappings.read(x, projection, w.alpha, w.bias, w.num_streams, w.iterations)
+        (u, *mapped), _, _ = hyper_connection_mappings.read(x, projection, w.alpha, w.bias, w.num_streams, w.iterations)
         return u, Mapped(*mapped)
     return read_in_torch(x, weights)
 
@@ -322,15 +354,23 @@ def read_backward(x: Tensor, weights: Weights, mapped: Mapped, du: Tensor, grad:
     """The gradients of x, weight, alpha and bias, from those of what `read` gives and from `grad` [T, nC], that of the streams which were
     written to x with H_res and `scale`. Rows from `num_live` on (None: none) have gradients of zero, and are not read."""
     if takes(x, weights.weight):
-        from ..kernels import hyper_connection_mappings, hyper_connection_streams
+        from ..kernels import hyper_connection_streams
 
         x, du = x.contiguous(), du.contiguous()
         dpre = hyper_connection_streams.read_products(x, du, len(x) if num_live is None else num_live)
-        through = hyper_connection_mappings.mappings_backward(
-            mapped.projected, mapped.root, weights.alpha, weights.bias, mapped.res, scale, dpre, dpost.contiguous(), dres.contiguous(),
-            x.shape[1], weights.iterations, x.dtype)
-        return hyper_connection_streams.read_backward(x, weights.weight, mapped.pre, through, du, grad.contiguous())
+        return _read_backward(x, weights, mapped, du, dpre, grad, scale, dpost, dres)
     return read_backward_in_torch(x, weights, mapped, du, grad, scale, dpost, dres)
+
+
+def _read_backward(x: Tensor, weights: Weights, mapped: Mapped, du: Tensor, dpre: Tensor, grad: Tensor, scale: Tensor | None, dpost: Tensor,
+                   dres: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`read_backward` by kernels, with the gradient of H_pre."""
+    from ..kernels import hyper_connection_mappings, hyper_connection_streams
+
+    through = hyper_connection_mappings.mappings_backward(
+        mapped.projected, mapped.root, weights.alpha, weights.bias, mapped.res, scale, dpre, dpost.contiguous(), dres.contiguous(),
+        x.shape[1], weights.iterations, x.dtype)
+    return hyper_connection_streams.read_backward(x, weights.weight, mapped.pre, through, du, grad.contiguous())
 
 
 def read_backward_in_torch(x: Tensor, weights: Weights, mapped: Mapped, du: Tensor, grad: Tensor, scale: Tensor | None, dpost: Tensor,
@@ -371,6 +411,37 @@ class _Read(torch.autograd.Function):
         mapped = Mapped(pre, None, res, projected, root)
         gradients = read_backward(x, Weights(*parameters, *ctx.shape), mapped, du, grad, scale, dpost, dres, ctx.num_live)
         return *gradients, None, None, None, None, None, None
+
+
+class _ReadNormed(torch.autograd.Function):
+    """`_Read` by kernels, with norms of u in its place. Saved beside that: u, and the norms' inverse root."""
+
+    @staticmethod
+    def forward(ctx, x, weight, alpha, bias, num_streams, iterations, chain, scale, num_live, projection, factor, eps, *norm_weights):
+        from ..kernels import hyper_connection_mappings, hyper_connection_projection
+
+        x, norms = x.contiguous(), hyper_connection_mappings.Norms(norm_weights, eps, factor)
+        if projection is None:
+            projection = hyper_connection_projection.project(x, weight, num_streams)
+        (u, pre, post, res, projected, root), normed, inverse_root = hyper_connection_mappings.read(
+            x, projection, alpha, bias, num_streams, iterations, norms)
+        ctx.shape, ctx.num_live, ctx.of_norms = (num_streams, iterations), len(x) if num_live is None else num_live, (eps, factor)
+        ctx.source = _Source.of(ctx, x, chain, u, inverse_root, pre, res, projected, root, scale, weight, alpha, bias, *norm_weights)
+        return *normed, x, post, res
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):
+        from ..kernels import hyper_connection_mappings, hyper_connection_streams
+
+        *dnormed, grad, dpost, dres = (grad.contiguous() for grad in grads)
+        x, u, inverse_root, pre, res, projected, root, scale, weight, alpha, bias, *norm_weights = ctx.source.tensors(ctx)
+        norms, wants = hyper_connection_mappings.Norms(tuple(norm_weights), *ctx.of_norms), ctx.needs_input_grad[12:]
+        du, dpre, dweights = hyper_connection_streams.normed_products(
+            x, u, inverse_root, norms, dnormed, ctx.num_live, wants_weights=any(wants))
+        gradients = _read_backward(x, Weights(weight, alpha, bias, *ctx.shape), Mapped(pre, None, res, projected, root), du, dpre, grad,
+                                   scale, dpost, dres)
+        return *gradients, *[None] * 8, *(grad if wanted else None for grad, wanted in zip(dweights, wants, strict=True))
 
 
 class _Write(torch.autograd.Function):

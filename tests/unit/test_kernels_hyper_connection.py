@@ -1,8 +1,13 @@
 """kernels.hyper_connection_projection, _mappings and _streams against the torch path of transformer.hyper_connection in float64."""
 
+import dataclasses
+
 import pytest
 import torch
 
+from megatron_dllm.config import PRESETS
+from megatron_dllm.parallel import ParallelContext
+from megatron_dllm.tensor_parallel.initialization import Initializer
 from megatron_dllm.transformer import hyper_connection as plain
 from tests.unit.kernel_cases import DEVICES, need_kernels
 
@@ -55,7 +60,7 @@ def read(x, parameters, grads, num_live, dtype):
     weight, alpha, bias = parameters
     du, grad, scale, dpost, dres = grads
     n = dpost.shape[1]
-    u, *mapped = hyper_connection_mappings.read(x, hyper_connection_projection.project(x, weight, n), alpha, bias, n, ITERATIONS)
+    (u, *mapped), _, _ = hyper_connection_mappings.read(x, hyper_connection_projection.project(x, weight, n), alpha, bias, n, ITERATIONS)
     mapped = plain.Mapped(*mapped)
     through = hyper_connection_mappings.mappings_backward(
         mapped.projected, mapped.root, alpha, bias, mapped.res, scale, hyper_connection_streams.read_products(x, du, num_live), dpost, dres,
@@ -143,6 +148,40 @@ def test_expansion_and_contraction(shape, dtype, device):
     assert_close([kernel.sum_streams(x, n, 1 / n)], [x.float().unflatten(1, (n, -1)).mean(1).to(dtype)],
                  [x.double().unflatten(1, (n, -1)).mean(1)])
     assert torch.equal(kernel.spread(x, n, 0.5), (x * 0.5).repeat(1, n))
+
+
+@DEVICES
+@pytest.mark.parametrize("count, dtype, frozen", [(1, torch.float32, False), (3, torch.float32, False), (3, torch.bfloat16, False),
+                                                  (1, torch.bfloat16, True)])
+def test_norms_of_what_is_read(count, dtype, frozen, device, monkeypatch):
+    """By the kernels that read, against the norms after a read in float64; rows without gradient among them."""
+    need_kernels(device)
+    n, hidden, tokens, num_live = 2, 20, 5, 4
+    x, (weight, alpha, bias), _ = read_inputs((tokens, n, hidden), dtype, device)
+    of_norms = [draw(hidden, seed=20 + k, dtype=torch.float32 if k == 2 else dtype, device=device) for k in range(count)]
+    comes_back = [draw(tokens, hidden, seed=30 + k, dtype=dtype, device=device) for k in range(count)]
+    grad = draw(tokens, n * hidden, seed=40, dtype=dtype, device=device)
+    for g in (*comes_back, grad):
+        g[num_live:] = 0
+    config = dataclasses.replace(PRESETS["toy"], enable_mhc_connections=True, mhc_num_residual_streams=n, hidden_size=hidden,
+                                 mhc_sinkhorn_iterations=ITERATIONS)
+    module = plain.HyperConnection("mhc", config, context=ParallelContext.single(), init=Initializer(1, 0.02), dtype=torch.float32)
+
+    def run(wide, by_kernels):
+        monkeypatch.setattr(plain, "takes", lambda *tensors: by_kernels)
+        module.to(device, torch.float64 if wide else torch.float32)
+        with torch.no_grad():
+            for parameter, value in zip((module.weight, module.alpha, module.bias), (weight, alpha, bias), strict=True):
+                parameter.copy_(value)
+        leaves = [(t.double() if wide else t.clone()).requires_grad_() for t in (x, *of_norms)]
+        weights = tuple(w.detach() if frozen else w for w in leaves[1:])
+        normed, streams, mix = module.read_normed(leaves[0], None, plain.Norms(weights, 1e-6, 0.7), num_live=num_live)
+        total = sum((a.double() * b.double()).sum() for a, b in zip((*normed, streams), (*comes_back, grad), strict=True))
+        total = total + (mix.post[:num_live].sin().sum() + mix.res[:num_live].cos().sum()).double()
+        wanted = [*leaves[:1 if frozen else None], *module.parameters()]
+        return [*normed, *torch.autograd.grad(total, wanted)]
+
+    assert_close(run(False, True), run(False, False), run(True, False))
 
 
 @DEVICES

@@ -63,7 +63,8 @@ def _kernels() -> dict[str, Callable[..., Any]]:
     from megatron_dllm.kernels import hyper_connection_streams as kernel
 
     def read(x: Tensor, w: streams.Weights) -> tuple[Tensor, streams.Mapped]:
-        u, *mapped = mappings.read(x, projection.project(x, w.weight, w.num_streams), w.alpha, w.bias, w.num_streams, w.iterations)
+        projected = projection.project(x, w.weight, w.num_streams)
+        (u, *mapped), _, _ = mappings.read(x, projected, w.alpha, w.bias, w.num_streams, w.iterations)
         return u, streams.Mapped(*mapped)
 
     def read_backward(x: Tensor, w: streams.Weights, mapped: streams.Mapped, du: Tensor, grad: Tensor, scale: Tensor, dpost: Tensor,
