@@ -89,10 +89,11 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.function(x, self.weight, self.eps)
 
-    def beside(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(self(x), x): for two readers of x, whose gradients our kernel adds up in its own pass."""
+    def beside(self, x: Tensor, num_live: int | None = None) -> tuple[Tensor, Tensor]:
+        """(self(x), x): for two readers of x, whose gradients our kernel adds up in its own pass; it takes those of rows from `num_live` on
+        for zero."""
         if self.function is rms_norm and takes(x, self.weight) and x.shape[-1] <= WIDEST_ROW and x.is_contiguous():
             from ..kernels import rms_norm as kernel  # Triton is there with CUDA alone
 
-            return kernel.rms_norm_beside(x, self.weight, self.eps)
+            return kernel.rms_norm_beside(x, self.weight, self.eps, num_live)
         return self(x), x
