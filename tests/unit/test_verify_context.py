@@ -4,9 +4,7 @@ import math
 import sys
 import weakref
 from pathlib import Path
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
@@ -14,13 +12,11 @@ sys.path[:0] = [str(Path(__file__).parents[2] / "tools"), str(Path(__file__).par
 
 from benchmarking.workload import toy_width  # noqa: E402
 from verification import context  # noqa: E402
-from verification.context import Cosines, Rows, cosines, hidden_blocks  # noqa: E402
+from verification.context import Cosines, Rows, cosines  # noqa: E402
+from verification.hidden_keys import KEYS, QUERIES, seen_of  # noqa: E402
 
-from megatron_dllm.context_parallel.plan import ShardedPlan  # noqa: E402
-from megatron_dllm.context_parallel.transformer_engine import canvas_plan  # noqa: E402
 from megatron_dllm.models.diffusion_gemma.build import build_model  # noqa: E402
 from megatron_dllm.parallel import ParallelContext  # noqa: E402
-from megatron_dllm.transformer.visibility import Visibility  # noqa: E402
 
 
 def test_cosines_of_the_whole_and_of_the_worst_tensor():
@@ -31,16 +27,10 @@ def test_cosines_of_the_whole_and_of_the_worst_tensor():
     assert math.isnan(cosines({"x": torch.tensor([math.nan])}, {"x": torch.ones(1)}).whole)
 
 
-@pytest.mark.parametrize(("second_rank", "hidden"), [((0, 0), 1), ((0, 1), 0)])
-def test_a_canvas_that_sees_nothing_of_a_rank_is_counted(second_rank, hidden):
-    """One query, on a rank with its canvas; of the other rank's two keys it sees those of the interval."""
-    ids, none = np.zeros(1, np.int64), np.zeros(0, np.int64)
-    seen = [Visibility(np.array([0]), np.array([1]), ids, ids, 1),
-            Visibility(np.array([second_rank[0]]), np.array([second_rank[1]]), ids, none, 2)]
-    plan = ShardedPlan(0, 1, 1, 2, None, canvas_plan(seen, [1, 0], torch.device("cpu")))
-    layer = SimpleNamespace(attention=plan)
-    token_pass = SimpleNamespace(layers={"sliding": layer, "full": layer})
-    assert hidden_blocks(SimpleNamespace(first_pass=token_pass, second_pass=None)) == 2 * hidden
+def test_hidden_keys():
+    """The first half of every rank's queries sees rank 0's keys alone."""
+    ours, others = (seen_of(holder, 2).dense().reshape(2, QUERIES, KEYS) for holder in (0, 1))
+    assert ours.all() and not others[:, :QUERIES // 2].any() and others[:, QUERIES // 2:].all()
 
 
 def test_no_model_is_kept_while_the_next_is_built(monkeypatch):
