@@ -271,6 +271,7 @@ def before_feed_forward(h: Tensor, readers: tuple[Tensor, Tensor, Tensor], facto
     return _Attended.apply(h, None, None, *readers, factor, eps, None)
 
 
-def of_feed_forward(a: Tensor, b: Tensor, weight_a: Tensor, weight_b: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """n(n(a) * weight_a + n(b) * weight_b) * weight, in fp32; the dtype of a; a, b [T, W]."""
-    return _FedForward.apply(None, a, b, weight_a, weight_b, weight, None, 0, eps, None)
+def of_feed_forward(a: Tensor, b: Tensor, weight_a: Tensor, weight_b: Tensor, weight: Tensor, eps: float,
+                    num_live: int | None = None) -> Tensor:
+    """n(n(a) * weight_a + n(b) * weight_b) * weight, in fp32; the dtype of a; a, b [T, W]. `num_live` as in `after_feed_forward`."""
+    return _FedForward.apply(None, a, b, weight_a, weight_b, weight, None, 0, eps, num_live)

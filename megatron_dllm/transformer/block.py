@@ -116,7 +116,7 @@ class TransformerBlock(nn.Module):
         norms = Norms((self.pre_feedforward_layernorm.weight, self.pre_feedforward_layernorm_2.weight, router.scale), eps, router.root)
         readers, x, mix = self.feed_forward_connection.read_normed(x, chain, norms, token_pass.per_stream(self.layer_scalars), num_live)
         parts = self._feed_forward(call, *readers, token_pass)
-        y = of_feed_forward(*parts, *self._feed_forward_norms(), eps)
+        y = of_feed_forward(*parts, *self._feed_forward_norms(), eps, num_live)
         return self.feed_forward_connection.write(x, y, mix, chain, reader), kept
 
     def _feed_forward(self, call: Call, for_mlp: Tensor, for_experts: Tensor, scaled: Tensor,

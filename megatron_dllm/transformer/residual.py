@@ -55,12 +55,14 @@ def after_feed_forward(h: Tensor, a: Tensor, b: Tensor, weight_a: Tensor, weight
     return residual_in_torch.after_feed_forward(h, a, b, weight_a, weight_b, weight, scalars, num_first, eps)
 
 
-def of_feed_forward(a: Tensor, b: Tensor, weight_a: Tensor, weight_b: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """rms_norm(rms_norm(a, weight_a) + rms_norm(b, weight_b), weight): what `after_feed_forward` adds to h, to be written to streams."""
+def of_feed_forward(a: Tensor, b: Tensor, weight_a: Tensor, weight_b: Tensor, weight: Tensor, eps: float,
+                    num_live: int | None = None) -> Tensor:
+    """rms_norm(rms_norm(a, weight_a) + rms_norm(b, weight_b), weight): what `after_feed_forward` adds to h, to be written to streams;
+    `num_live` as there."""
     if takes(a, b, weight_a, weight_b, weight) and a.shape[1] <= WIDEST_ROW:
         from ..kernels import residual as kernel
 
-        return kernel.of_feed_forward(a, b, weight_a, weight_b, weight, eps)
+        return kernel.of_feed_forward(a, b, weight_a, weight_b, weight, eps, num_live)
     return of_feed_forward_in_torch(a, b, weight_a, weight_b, weight, eps)
 
 
