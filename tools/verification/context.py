@@ -5,7 +5,7 @@ Usage: torchrun --nproc-per-node 2 tools/verify.py context [--toy] [--without-pa
     one step         six layers of the released widths, a document of 4096 random tokens, its canvas decoded twice: loss and gradient of
                      ours with heads of 256 and 512, and of both with all heads of 256. Bytes are those that a rank sends for attention,
                      counted in the calls. One device's gradient is kept, all others are compared with it where they were added up
-    unequal lengths  50 steps of two layers on pairs of documents of 257 to 356 and of 3,971 to 3,986 tokens: losses and gradients stay
+    unequal lengths  50 steps of two layers on pairs of documents of 257 to 356 and of 3,971 to 4,056 tokens: losses and gradients stay
                      finite; before them attention alone, where all keys of a rank are hidden from some queries (hidden_keys.py)
 
 The yardstick is one device with another attention kernel: how far rounding alone takes loss and gradient. --toy: toy widths in fp32 on CPU
@@ -51,8 +51,9 @@ TWO = ["sliding", "full"]
 LOSS_LIMIT, LEAST_COSINE = 1e-3, 0.9999
 STEPS, LEARNING_RATE = 50, 1e-4
 # Prompt and response of the documents of unequal lengths, two a step; a response is filled up to whole canvases. The package's attention is
-# planned anew for every shape, for up to a second: the long ones are in chunks of one length, the short ones in chunks of another.
-UNEQUAL = ((100, 20), (3715, 250), (1, 1), (3720, 100), (3730, 256), (60, 200))
+# planned anew for every shape, for up to a second: the long ones are in chunks of one length, the short ones in chunks of another, and all
+# canvases are decoded twice.
+UNEQUAL = ((100, 20), (3715, 250), (1, 1), (3800, 100), (3730, 256), (60, 200))
 
 
 @dataclass(frozen=True)
@@ -269,6 +270,7 @@ class Suite:
                                      moe_router_topk=2, hidden_size=min(wide.hidden_size, 1024))
         documents = tuple((1 + prompt // 16, 1 + response // 16) for prompt, response in UNEQUAL) if self.toy else UNEQUAL
         run = self.run_of(config, self.context.cp.size, impl, seq_length=1024 if self.toy else 4096, rows=2)
+        run = run.with_values(self_conditioning_prob=1.0)
         release_memory(self.context.device)
         model = build_model(run, self.context, init=DeviceNormal(self.context.device))
         model.train()
