@@ -152,9 +152,9 @@ def _read_backward(x, weight, pre, mix, dprojected, rounded, coefficient, du, gr
 
 
 @triton.jit(do_not_specialize=["num_others"])
-def _add_up(partial, total, others, of_others, num_others, SIZE: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr,
+def _add_up(partial, total, others, bias, alpha, num_others, SIZE: tl.constexpr, SPLITS: tl.constexpr, OUTPUTS: tl.constexpr,
             COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """total [SIZE] of partial [SPLITS, SIZE], and by the last program of_others [WIDTH] of others [num_others, WIDTH]."""
+    """total [SIZE] of partial [SPLITS, SIZE], and by the last program bias [O] and alpha [3] of others [num_others, O + 3]."""
     if tl.program_id(0) + 1 < tl.num_programs(0):
         at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         inside = at < SIZE
@@ -166,9 +166,10 @@ def _add_up(partial, total, others, of_others, num_others, SIZE: tl.constexpr, S
         column, summed = tl.arange(0, COLUMNS), tl.zeros((ROWS, COLUMNS), tl.float32)
         for step in range(0, tl.cdiv(num_others, ROWS)):
             row = step * ROWS + tl.arange(0, ROWS)
-            inside = (row < num_others)[:, None] & (column < WIDTH)[None, :]
-            summed += tl.load(others + row[:, None] * WIDTH + column[None, :], mask=inside, other=0.0)
-        tl.store(of_others + column, tl.sum(summed, 0), mask=column < WIDTH)
+            inside = (row < num_others)[:, None] & (column < OUTPUTS + 3)[None, :]
+            summed += tl.load(others + row[:, None] * (OUTPUTS + 3) + column[None, :], mask=inside, other=0.0)
+        tl.store(bias + column, tl.sum(summed, 0), mask=column < OUTPUTS)
+        tl.store(alpha + column - OUTPUTS, tl.sum(summed, 0), mask=(column >= OUTPUTS) & (column < OUTPUTS + 3))
 
 
 @triton.jit
@@ -304,11 +305,11 @@ def read_backward(x: Tensor, weight: Tensor, pre: Tensor, through: MappingGradie
         x, weight, pre, through.mix, through.projected, through.rounded, through.coefficient, du, grad, dx, partial, num_rows, num_live,
         triton.cdiv(num_live, ROWS * SPLITS), HIDDEN=hidden, n=n, STREAMS=next_power_of_2(n), OUTPUTS=outputs,
         PADDED=max(16, next_power_of_2(outputs)), PIECES=pieces, ROWS=ROWS, COLUMNS=TILE_COLUMNS, STAGES=STAGES, num_warps=WARPS)
-    dweight, others = torch.empty_like(weight), weight.new_empty(outputs + 3)
+    dweight, dalpha, dbias = torch.empty_like(weight), weight.new_empty(3), weight.new_empty(outputs)
     _add_up[(triton.cdiv(weight.numel(), SUMS) + 1,)](
-        partial, dweight, through.partial, others, len(through.partial), SIZE=weight.numel(), SPLITS=SPLITS, WIDTH=outputs + 3,
+        partial, dweight, through.partial, dbias, dalpha, len(through.partial), SIZE=weight.numel(), SPLITS=SPLITS, OUTPUTS=outputs,
         COLUMNS=next_power_of_2(outputs + 3), ROWS=32, BLOCK=SUMS, num_warps=4)
-    return dx, dweight, others[outputs:], others[:outputs]
+    return dx, dweight, dalpha, dbias
 
 
 def merge(x: Tensor, y: Tensor, post: Tensor, res: Tensor, scale: Tensor | None) -> Tensor:
