@@ -21,6 +21,7 @@ from ..parallel.main_gradient import Kernels, SummedGradient
 from ..tensor_parallel.initialization import Init, make_parameter
 from ..tensor_parallel.linear import unadapted
 from ..transformer.activations import gated_gelu, gradient_of_gated_gelu
+from ..transformer.plain_function import PlainFunction
 
 ExpertProduct = Callable[[Tensor, Tensor, Tensor], Tensor]
 ALIGNMENT_BYTES = 16  # grouped_mm wants the start of every row on such a boundary
@@ -81,7 +82,7 @@ class Experts(nn.Module):
             return self._by_kernels(rows, counts, weighted)
         assert weighted is None, f"{self.backend} takes no weights of rows"
         if self.product is grouped_linear and not (self.is_adapted or rows.is_cuda):
-            return _FeedForward.apply(rows, self.gate_up, self.down, counts)
+            return _FeedForward.of(rows, self.gate_up, self.down, counts)
         hidden = self.gate_up_adapter(self.product(rows, self.gate_up.flatten(1, 2), counts), rows, counts)
         activated = gated_gelu(hidden.unflatten(1, (2, -1)))
         return self.down_adapter(self.product(activated, self.down, counts), activated, counts)
@@ -143,7 +144,7 @@ def _contiguous(grad: Tensor) -> Tensor:
     return grad.contiguous() if grad.numel() else grad.new_zeros(grad.shape)  # an empty one counts as contiguous whatever its strides
 
 
-class _FeedForward(torch.autograd.Function):
+class _FeedForward(PlainFunction):
     """The feed-forward by grouped_mm in one function, for CPUs, where autograd's nodes take as long as small products.
 
     Saved: the inputs, the first product, gelu of its gate, and what the second product reads.

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.launch import WIDEST_ROW, takes
+from ..transformer.plain_function import PlainFunction
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def _of_slots(x: Tensor, slot: Tensor, num_choices: int) -> Tensor:
     return x.index_select(0, slot // num_choices) if len(x) else x.new_zeros(len(slot), x.shape[1])
 
 
-class _Permute(torch.autograd.Function):
+class _Permute(PlainFunction):
     """rows[n] = x[slot[n] // k]; backward: dx[t] = sum over choices of drows[row[t, c]], zero from `num_live` on."""
 
     @staticmethod
@@ -98,7 +99,7 @@ class _Permute(torch.autograd.Function):
         return dx if ctx.num_live is None else F.pad(dx, (0, 0, 0, len(row) - len(dx))), None, None, None, None
 
 
-class _Sum(torch.autograd.Function):
+class _Sum(PlainFunction):
     """y[t] = sum over choices of rows[row[t, c]], in at least fp32; backward: drows[n] = dy[slot[n] // k]."""
 
     @staticmethod
@@ -113,7 +114,7 @@ class _Sum(torch.autograd.Function):
         return _of_slots(grad, slot, row.shape[1]), None, None, None
 
 
-class _Unpermute(torch.autograd.Function):
+class _Unpermute(PlainFunction):
     """y[t] = sum over choices of weights[t, c] * rows[row[t, c]], in the dtype of the weights, cast to the rows' dtype."""
 
     @staticmethod
@@ -172,7 +173,7 @@ def permute(x: Tensor, permutation: Permutation, num_live: int | None = None) ->
         from ..kernels import permute as kernel  # Triton is there with CUDA alone
 
         return kernel.permute(x, permutation.row, len(permutation.slot), num_live)
-    return _Permute.apply(x, permutation.slot, permutation.row, permutation.is_partial, num_live)
+    return _Permute.of(x, permutation.slot, permutation.row, permutation.is_partial, num_live)
 
 
 def unpermute(rows: Tensor, weights: Tensor | None, permutation: Permutation, num_live: int | None = None) -> Tensor:
@@ -185,5 +186,5 @@ def unpermute(rows: Tensor, weights: Tensor | None, permutation: Permutation, nu
 
         return kernel.unpermute(rows, weights, permutation.row, num_live)
     if weights is None:
-        return _Sum.apply(rows, permutation.slot, permutation.row, permutation.is_partial)
-    return _Unpermute.apply(rows, weights, permutation.slot, permutation.row, permutation.is_partial)
+        return _Sum.of(rows, permutation.slot, permutation.row, permutation.is_partial)
+    return _Unpermute.of(rows, weights, permutation.slot, permutation.row, permutation.is_partial)

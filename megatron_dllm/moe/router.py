@@ -14,6 +14,7 @@ from ..parallel import ParallelContext, place
 from ..tensor_parallel.initialization import Constant, Init, make_parameter
 from ..tensor_parallel.linear import unadapted
 from ..transformer.norms import rms_norm
+from ..transformer.plain_function import PlainFunction
 from ..transformer.precision import accumulation_dtype, at_least_fp32
 from .balance import ExpertBias
 
@@ -91,10 +92,10 @@ def route(logits: Tensor, scale: Tensor, bias: Tensor | None, choices: int, give
 
 def route_in_torch(logits: Tensor, scale: Tensor, bias: Tensor | None, choices: int, given: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """`route` without kernels."""
-    return _Route.apply(logits, scale, bias, choices, given)
+    return _Route.of(logits, scale, bias, choices, given)
 
 
-class _Route(torch.autograd.Function):
+class _Route(PlainFunction):
     """w = s * scale of chosen experts, with s = p / sum of the chosen p. Saved: p, s, w and the indices.
 
     ds at the logits: dw * w - s * sum of dw * w at the chosen, zero at the others.

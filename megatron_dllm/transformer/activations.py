@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.launch import takes
+from .plain_function import PlainFunction
 
 
 def gated_gelu(gate_up: Tensor) -> Tensor:
@@ -14,7 +15,7 @@ def gated_gelu(gate_up: Tensor) -> Tensor:
         from ..kernels import gated_gelu as kernel  # Triton is there with CUDA alone
 
         return kernel.gated_gelu(gate_up)
-    return _GatedGelu.apply(gate_up)
+    return _GatedGelu.of(gate_up)
 
 
 def gradient_of_gated_gelu(grad: Tensor, gate_up: Tensor, activated: Tensor) -> Tensor:
@@ -27,7 +28,7 @@ def gradient_of_gated_gelu(grad: Tensor, gate_up: Tensor, activated: Tensor) -> 
     return of_both
 
 
-class _GatedGelu(torch.autograd.Function):
+class _GatedGelu(PlainFunction):
     """Saved: gate_up, and gelu_tanh(gate)."""
 
     @staticmethod

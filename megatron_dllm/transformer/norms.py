@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ..kernels.launch import WIDEST_ROW, takes
 from ..parallel import ParallelContext, place
 from ..tensor_parallel.initialization import Constant, make_parameter
+from .plain_function import PlainFunction
 from .precision import at_least_fp32
 
 NormFunction = Callable[[Tensor, Tensor, float], Tensor]  # of x, weight and eps
@@ -37,7 +38,7 @@ def _shares(size: int, dtype: torch.dtype) -> Tensor:
     return torch.full((size,), 1 / size, dtype=dtype)
 
 
-class _RMSNorm(torch.autograd.Function):
+class _RMSNorm(PlainFunction):
     """y = n * w with n = x * r, r = (mean(x^2) + eps)^-0.5. Saved: x as given and r, a value a row.
 
     dw = sum over rows of dy * n;  dn = dy * w.
@@ -69,7 +70,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
         from ..kernels import rms_norm as kernel  # Triton is there with CUDA alone
 
         return kernel.rms_norm(x, weight, eps)
-    return _RMSNorm.apply(x, weight, eps)
+    return _RMSNorm.of(x, weight, eps)
 
 
 class RMSNorm(nn.Module):

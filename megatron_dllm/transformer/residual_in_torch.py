@@ -6,19 +6,20 @@ import torch
 from torch import Tensor
 
 from .norms import gradient_of_normed, inverse_root
+from .plain_function import PlainFunction
 from .precision import at_least_fp32
 
 
 def after_attention(x: Tensor, y: Tensor, weight: Tensor, readers: tuple[Tensor, Tensor, Tensor], factor: float,
                     eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See residual.after_attention."""
-    return _AfterAttention.apply(x, y, weight, *readers, factor, eps)
+    return _AfterAttention.of(x, y, weight, *readers, factor, eps)
 
 
 def after_feed_forward(h: Tensor, a: Tensor, b: Tensor, weight_a: Tensor, weight_b: Tensor, weight: Tensor, scalars: Tensor, num_first: int,
                        eps: float) -> Tensor:
     """See residual.after_feed_forward."""
-    return _AfterFeedForward.apply(h, a, b, weight_a, weight_b, weight, scalars, num_first, eps)
+    return _AfterFeedForward.of(h, a, b, weight_a, weight_b, weight, scalars, num_first, eps)
 
 
 def _normed(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -33,7 +34,7 @@ def _of_weight(grad: Tensor, normed: Tensor, weight: Tensor, wanted: bool) -> Te
     return (grad * normed).sum(0).to(weight.dtype) if wanted else None
 
 
-class _AfterAttention(torch.autograd.Function):
+class _AfterAttention(PlainFunction):
     """h = x + y * r(y) * weight, and h * r(h) * reader for each of three readers. Saved: y and h times their r, and r."""
 
     @staticmethod
@@ -60,7 +61,7 @@ class _AfterAttention(torch.autograd.Function):
         return total.to(ctx.dtype), dy, of_weight, *of_readers, None, None
 
 
-class _AfterFeedForward(torch.autograd.Function):
+class _AfterFeedForward(PlainFunction):
     """(h + s * r(s) * weight) * scale with s = a * r(a) * weight_a + b * r(b) * weight_b. Saved: a, b and s times their r, and r."""
 
     @staticmethod

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..kernels.launch import takes
 from .norms import gradient_of_normed, inverse_root, rms_norm
+from .plain_function import PlainFunction
 from .precision import at_least_fp32
 
 
@@ -93,10 +94,10 @@ def norm_heads(query: Tensor, key: Tensor, value: Tensor, query_weight: Tensor, 
 
         return kernel.norm_heads(query, key, None if value is key else value, query_weight, key_weight, table.cos[:, 0], table.sin[:, 0],
                                  eps)
-    return _NormHeads.apply(query, key, value, query_weight, key_weight, *table.whole, eps)
+    return _NormHeads.of(query, key, value, query_weight, key_weight, *table.whole, eps)
 
 
-class _NormHeads(torch.autograd.Function):
+class _NormHeads(PlainFunction):
     """n = x * r of all heads x = [query ; key ; value]; the first h + g of them times their weight and turned. Saved: n and r."""
 
     @staticmethod

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .plain_function import PlainFunction
 from .precision import at_least_fp32
 from .rows import Rows
 
@@ -33,7 +34,7 @@ class SmallGroup:
 
 def small_attention(query: Tensor, key: Tensor, value: Tensor, groups: Sequence[SmallGroup]) -> Tensor:
     """softmax(q k^T) v [Q, h, d] from query [Q, h, d], key and value [K, g, d]; each query is in one group. In at least fp32."""
-    return _SmallAttention.apply(query, key, value, groups)
+    return _SmallAttention.of(query, key, value, groups)
 
 
 def whole_group(mask: np.ndarray) -> SmallGroup:
@@ -82,7 +83,7 @@ def _add_keys(x: Tensor, rows: Tensor, group: SmallGroup) -> None:
         rows.index_put_((group.keys.index,), pieces.reshape(-1, heads, head_dim), accumulate=True)
 
 
-class _SmallAttention(torch.autograd.Function):
+class _SmallAttention(PlainFunction):
     """Saved: of each group q, k, v and the probabilities p. ds = p * (dp - sum of dp * p) with dp = do v^T."""
 
     @staticmethod
