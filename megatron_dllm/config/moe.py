@@ -28,7 +28,8 @@ class MoEConfig:
         "Under recompute, follow the routing and the layout of the forward instead of deciding and exchanging them again.", True
     )
     moe_grouped_gemm: bool = flag(
-        "One grouped matrix product for all experts where the compute type has one (bf16); otherwise a loop over experts.", True
+        "One grouped matrix product for all experts where the compute type has one (bf16; fp32 on a CPU); otherwise a loop over experts.",
+        True,
     )
     moe_grouped_gemm_backend: Literal["local", "transformer_engine"] = flag(
         "What computes --moe-grouped-gemm: our kernels and torch, or Transformer Engine's GroupedLinear, for which the host waits for the "

@@ -48,7 +48,7 @@ def attention_rows(config: ModelConfig, device: torch.device) -> Iterator[Row]:
             size = config.head_dim(layer)
             probe = torch.empty(1, 1, size, device=device, dtype=dtype)
             taken = takes_attention(probe, probe, probe)
-            yield Row(TAKEN, (f"attention, {kind}, head {size}", flag, "Triton kernels" if taken else "work groups by torch's SDPA"))
+            yield Row(TAKEN, (f"attention, {kind}, head {size}", flag, "Triton kernels" if taken else "work groups by torch"))
     for backend in GATED_DELTA:
         flag = f"--gdn-kernel-backend {backend}{' --bf16' if backend == 'fla' else ''}"
         refused = refusal(device, flag.split(), ["--layer-types", "linear*5,full"])

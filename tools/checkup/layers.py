@@ -65,7 +65,7 @@ def visibility() -> Visibility:
 
 
 def attention_trials(device: torch.device) -> Iterator[Trial]:
-    """Work groups by SDPA in fp32, which the kernels leave to them, and the kernels in bf16; the dense mask is the oracle."""
+    """Work groups in fp32, which the kernels leave to them, and the kernels in bf16; the dense mask is the oracle."""
     seen = visibility()
 
     def measure(dtype: torch.dtype, head_dim: int, window: int | None) -> tuple[float, float]:
@@ -75,7 +75,7 @@ def attention_trials(device: torch.device) -> Iterator[Trial]:
     absent = None if has_large_shared_memory(device) else NO_CUDA if device.type != "cuda" else NO_SHARED_MEMORY
     for kind, window, head_dim in (("sliding", 24, 256), ("full", None, 512)):
         role = f"attention, {kind}, head {head_dim}"
-        yield Trial(role, "torch: work groups, SDPA", partial(measure, torch.float32, head_dim, window))
+        yield Trial(role, "torch: work groups", partial(measure, torch.float32, head_dim, window))
         yield Trial(role, "Triton kernels", partial(measure, torch.bfloat16, head_dim, window), absent)
 
 
