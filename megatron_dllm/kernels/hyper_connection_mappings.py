@@ -20,14 +20,15 @@ from .launch import next_power_of_2
 
 EPSILON = tl.constexpr(1e-6)  # beside the norm of x, and the least denominator of Sinkhorn's rounds
 TOKENS = 8  # whose gradients a program makes: a warp, a row of a matrix of 4 x 4 a lane
-READ_COLUMNS, READ_WARPS = 512, 2  # of each stream that a program reads at once: 8 numbers a thread, 16 bytes of bf16
+READ_NUMBERS = 8  # of a stream that a thread reads at once, 16 bytes of bf16
+READ_WARPS = 2  # of a program, which has one token
 
 
 @triton.jit
 def _sum_splits(partial, at, inside, OUTPUTS: tl.constexpr, SPLITS: tl.constexpr):
     total = tl.load(partial + at, mask=inside, other=0.0)
     for split in tl.static_range(1, SPLITS):
-        total += tl.load(partial + split * (OUTPUTS + 1) + at, mask=inside, other=0.0)
+        total += tl.load(partial + split * OUTPUTS + at, mask=inside, other=0.0)
     return total
 
 
@@ -61,15 +62,21 @@ def _read(partial, alpha, bias, x, u, pre, post, res, projected, root, weight_1,
           factor, eps, HIDDEN: tl.constexpr, n: tl.constexpr, STREAMS: tl.constexpr, ITERATIONS: tl.constexpr, SPLITS: tl.constexpr,
           COLUMNS: tl.constexpr, NORMS: tl.constexpr):
     """Of one token: u [T, C] = H_pre x, and NORMS (0, 1 or 3) norms of it, the third times `factor`, with their inverse root [T];
-    H_pre [T, n], H_post [T, n], H_res [T, n, n]; projected [T, O] and root = |x| / sqrt(nC) [T] of partial [T, SPLITS, O + 1].
+    H_pre [T, n], H_post [T, n], H_res [T, n, n]; projected [T, O] and root = |x| / sqrt(nC) [T] of partial [T, SPLITS, O].
 
     The last tokens first: they were written last, and may be in the cache. Programs that are at Sinkhorn's rounds leave the memory to
     others; several warps would make the same few numbers each.
     """
     OUTPUTS: tl.constexpr = n * n + 2 * n
     row, i, one = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64), tl.arange(0, STREAMS), tl.full((), 1.0, tl.float32)
-    at, first = row * (SPLITS * (OUTPUTS + 1)), row * OUTPUTS
-    size = tl.sqrt_rn(tl.div_rn(_sum_splits(partial, at + OUTPUTS, True, OUTPUTS, SPLITS), tl.full((), n * HIDDEN, tl.float32)))
+    at, first, square = row * (SPLITS * OUTPUTS), row * OUTPUTS, tl.zeros((COLUMNS,), tl.float32)
+    # Read here for its norm, and again below, from the cache: kept it would leave room for few programs.
+    for start in range(0, HIDDEN, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        for j in tl.static_range(n):
+            values = _load(x + (row * n + j) * HIDDEN, column, column < HIDDEN)
+            square += values * values
+    size = tl.sqrt_rn(tl.div_rn(tl.sum(square, 0), tl.full((), n * HIDDEN, tl.float32)))
     tl.store(root + row, size)
     inverse, gates = tl.div_rn(one, size + EPSILON), ()
     for j in tl.static_range(n):
@@ -84,7 +91,7 @@ def _read(partial, alpha, bias, x, u, pre, post, res, projected, root, weight_1,
         inside = column < HIDDEN
         out = tl.zeros((COLUMNS,), tl.float32)
         for j in tl.static_range(n):
-            out += gates[j] * tl.load(x + (row * n + j) * HIDDEN + column, mask=inside, other=0.0).to(tl.float32)
+            out += gates[j] * _load(x + (row * n + j) * HIDDEN, column, inside)
         out = out.to(u.dtype.element_ty)
         tl.store(u + row * HIDDEN + column, out, mask=inside)
         if NORMS:
@@ -274,7 +281,7 @@ def read(x: Tensor, partial: Tensor, alpha: Tensor, bias: Tensor, num_streams: i
     made: u = H_pre x [T, C] in the dtype of x; then fp32 H_pre [T, n], H_post [T, n], H_res [T, n, n], x W^T [T, O], |x| / sqrt(nC) [T].
     """
     (num_rows, width), outputs, n = x.shape, len(bias), num_streams
-    hidden, u = width // n, torch.empty(num_rows, width // n, dtype=x.dtype, device=x.device)
+    hidden, u, warps = width // n, torch.empty(num_rows, width // n, dtype=x.dtype, device=x.device), READ_WARPS
     shapes = (num_rows, n), (num_rows, n), (num_rows, n, n), (num_rows, outputs), (num_rows,)
     made = tuple(torch.empty(shape, dtype=torch.float32, device=x.device) for shape in shapes)
     normed = tuple(torch.empty_like(u, dtype=torch.float32 if which == 2 else None) for which in range(len(norms.weights)))
@@ -283,7 +290,7 @@ def read(x: Tensor, partial: Tensor, alpha: Tensor, bias: Tensor, num_streams: i
         _read[(num_rows,)](
             partial, alpha, bias, x, u, *made, *norms.three, *normed, *[None] * (3 - len(normed)), inverse_root, norms.factor, norms.eps,
             HIDDEN=hidden, n=n, STREAMS=next_power_of_2(n), ITERATIONS=iterations, SPLITS=partial.shape[1],
-            COLUMNS=min(READ_COLUMNS, next_power_of_2(hidden)), NORMS=len(normed), num_warps=READ_WARPS)
+            COLUMNS=min(READ_NUMBERS * 32 * warps, next_power_of_2(hidden)), NORMS=len(normed), num_warps=warps)
     return (u, *made), normed, inverse_root
 
 

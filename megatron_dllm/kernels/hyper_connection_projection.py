@@ -1,5 +1,5 @@
-"""mHC's projection of a token's streams, x W^T, and the sum of their squares; where streams are written first, by the program that writes
-them, so that they are not read again for it.
+"""mHC's projection of a token's streams, x W^T; where streams are written first, by the program that writes them, so that they are not
+read again for it.
 
 Legend: T tokens, n streams (STREAMS: n up to a power of two), C hidden (HIDDEN), O = n^2 + 2n outputs (PADDED: a power of two, at least
 16); x [T, nC] (WIDTH numbers a token). A tile has some tokens and some columns of every stream, [ROWS, STREAMS, COLUMNS] and
@@ -46,8 +46,8 @@ def _split(weight, pieces, size, PIECES: tl.constexpr, BLOCK: tl.constexpr):
 def _project(x, y, post, res, scale, new, weight, partial, num_rows, HIDDEN: tl.constexpr, n: tl.constexpr, STREAMS: tl.constexpr,
              OUTPUTS: tl.constexpr, PADDED: tl.constexpr, PIECES: tl.constexpr, HAS_SCALE: tl.constexpr, MERGES: tl.constexpr,
              ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr):
-    """partial [T, splits, O + 1]: the products and the squares of our columns, of `new` = (H_res x + H_post^T y) * scale, which is
-    written too, or without MERGES of x."""
+    """partial [T, splits, O]: the products of our columns of `new` = (H_res x + H_post^T y) * scale, which is written too, or without
+    MERGES of x."""
     WIDTH: tl.constexpr = n * HIDDEN
     split, output, place, stream = tl.program_id(0), tl.arange(0, PADDED), tl.arange(0, ROWS), tl.arange(0, STREAMS)
     every = tl.arange(0, STREAMS * COLUMNS)
@@ -62,7 +62,7 @@ def _project(x, y, post, res, scale, new, weight, partial, num_rows, HIDDEN: tl.
             mix = tl.load(res + row[:, None] * (n * n) + stream[None, :] * n + j, mask=in_mix, other=0.0) * factor
             mixes = mixes + (mix[:, :, None],)
         none, nothing = tl.zeros((ROWS, 16), tl.bfloat16), tl.zeros((16, STREAMS * COLUMNS), tl.bfloat16)
-    product, square = tl.zeros((ROWS, PADDED), tl.float32), tl.zeros((ROWS,), tl.float32)
+    product = tl.zeros((ROWS, PADDED), tl.float32)
     for step in tl.range(0, STEPS, num_stages=STAGES):
         begin = (split * STEPS + step) * COLUMNS
         column, wide = begin + tl.arange(0, COLUMNS), of_stream * HIDDEN + begin + within
@@ -91,11 +91,8 @@ def _project(x, y, post, res, scale, new, weight, partial, num_rows, HIDDEN: tl.
                               mask=in_outputs[None, :] & inside[:, None], other=0.0)
             part = tl.dot(values, factors, part, input_precision="tf32x3")
         product += part
-        size = values.to(tl.float32)
-        square += tl.sum(size * size, 1)
-    at = (row * tl.num_programs(0) + split) * (OUTPUTS + 1)
+    at = (row * tl.num_programs(0) + split) * OUTPUTS
     tl.store(partial + at[:, None] + output[None, :], product, mask=in_rows[:, None] & in_outputs[None, :])
-    tl.store(partial + at + OUTPUTS, square, mask=in_rows)
 
 
 def pieces_of(dtype: torch.dtype) -> tuple[int, torch.dtype]:
@@ -104,7 +101,7 @@ def pieces_of(dtype: torch.dtype) -> tuple[int, torch.dtype]:
 
 
 def project(x: Tensor, weight: Tensor, num_streams: int) -> Tensor:
-    """fp32 [T, splits, O + 1], whose sum over the splits is x W^T and |x|^2, of x [T, nC] and W [O, nC]."""
+    """fp32 [T, splits, O], whose sum over the splits is x W^T, of x [T, nC] and W [O, nC]."""
     return _launch(x, None, None, None, None, None, weight, num_streams)
 
 
@@ -120,7 +117,7 @@ def _launch(x: Tensor, y: Tensor | None, post: Tensor | None, res: Tensor | None
     hidden = width // n
     steps = min(STEPS, triton.cdiv(hidden, COLUMNS))
     splits = triton.cdiv(hidden, COLUMNS * steps)
-    partial = torch.empty(num_rows, splits, outputs + 1, dtype=torch.float32, device=x.device)
+    partial = torch.empty(num_rows, splits, outputs, dtype=torch.float32, device=x.device)
     if num_rows:
         pieces, of = pieces_of(x.dtype)
         factor = weight
