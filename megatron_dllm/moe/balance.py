@@ -163,11 +163,10 @@ class RoutingFigures:
     losses: Tensor
 
     @classmethod
-    @torch.no_grad()
     def of(cls, probabilities: Tensor, indices: Tensor, tokens: RoutedTokens, losses: Tensor | None) -> RoutingFigures:
         num_experts, num_streams = probabilities.shape[1], len(STREAMS)
         load = count_values(torch.add(indices, tokens.stream[:, None], alpha=num_experts), (num_streams + 1) * num_experts)[:-num_experts]
-        entropy = tokens.one_hot.to(probabilities.dtype).T @ torch.special.entr(probabilities)
+        entropy = tokens.one_hot.to(probabilities.dtype).T @ torch.special.entr(probabilities.detach())
         return cls(load.view(num_streams, num_experts), tokens.num_tokens, entropy.sum(1), tokens.with_losses(losses))
 
     def __add__(self, other: RoutingFigures) -> RoutingFigures:

@@ -61,9 +61,11 @@ def count_choices(indices: Tensor, num_experts: int) -> Tensor:
 
 
 def count_values(values: Tensor, size: int) -> Tensor:
-    """int64 [size]: how often each of 0 to size - 1 comes in `values`. Unlike bincount on a GPU it makes nobody wait; whole numbers add up
-    to the same in any order."""
+    """int64 [size]: how often each of 0 to size - 1 comes in `values`. On a GPU nobody waits, as for bincount; whole numbers add up to the
+    same in any order."""
     flat = values.reshape(-1)
+    if not values.is_cuda:
+        return flat.bincount(minlength=size)
     return flat.new_zeros(size).scatter_add_(0, flat, torch.ones_like(flat))
 
 
