@@ -12,7 +12,10 @@ TILE = 4096  # numbers a program holds of each tensor: 8 warps, 16 numbers a thr
 
 def takes(*tensors: Tensor | None) -> bool:
     """Whether all tensors are on a CUDA device in a dtype that fp32 holds (a float64 model runs in float64, so in plain torch)."""
-    return all(x is None or x.is_cuda and x.dtype in (torch.float32, torch.bfloat16, torch.float16) for x in tensors)
+    for x in tensors:  # a loop, since a hundred calls a step on a CPU would each make a generator
+        if x is not None and not (x.is_cuda and x.dtype in (torch.float32, torch.bfloat16, torch.float16)):
+            return False
+    return True
 
 
 def next_power_of_2(size: int) -> int:
