@@ -70,7 +70,7 @@ def count_values(values: Tensor, size: int) -> Tensor:
 
 
 def _inverse(order: Tensor) -> Tensor:
-    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    return torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
 
 
 def _taken(rows: Tensor, row: Tensor, is_partial: bool) -> Tensor:
@@ -82,7 +82,8 @@ def _taken(rows: Tensor, row: Tensor, is_partial: bool) -> Tensor:
 
 def _of_slots(x: Tensor, slot: Tensor, num_choices: int) -> Tensor:
     """x[slot[n] // k] for each row; without tokens every row is left over."""
-    return x.index_select(0, slot // num_choices) if len(x) else x.new_zeros(len(slot), x.shape[1])
+    # shape[0], since len of a tensor takes as long as a small operation.
+    return x.index_select(0, slot // num_choices) if x.shape[0] else x.new_zeros(slot.shape[0], x.shape[1])
 
 
 class _Permute(PlainFunction):

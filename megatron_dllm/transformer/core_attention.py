@@ -122,7 +122,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> Te
         from ..kernels.attention import attention  # Triton is there with CUDA alone
 
         return attention(query, key, value, plan.tiles)
-    num_fill = len(query) - num_queries
+    num_fill = query.shape[0] - num_queries
     if plan.work.small is not None:
         in_order = small_attention(query[:num_queries] if num_fill else query, key, value, plan.work.small)
     else:
