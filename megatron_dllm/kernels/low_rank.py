@@ -27,6 +27,7 @@ MOST_MATRICES, MOST_COLUMNS = 3, 64  # of A x, of a matrix: more would not fit t
 LEAST_COLUMNS = 16  # of a product on tensor cores
 MANY_ROWS = 4096
 PARTS = 8  # that a gradient over rows is summed in
+SPLIT = 4  # parts that A x is summed in
 
 
 @triton.jit
@@ -281,12 +282,13 @@ def narrow(x: Tensor, a: Sequence[Tensor]) -> Tensor:
     """low in parts, fp32 [parts, T, R], of x [T, D], whose rows may be strided; a [(P,) r, D] each, contiguous."""
     num_rows, depth = x.shape
     ranks = a[0].numel() // depth
-    (rows, step), split = _thin(x, num_rows, len(a) * _columns(ranks)), 2 if num_rows >= MANY_ROWS else 4
-    parts = x.new_empty(split, num_rows, len(a) * ranks, dtype=torch.float32)
+    columns = len(a) * _columns(ranks)
+    rows, step = _thin(x, num_rows, columns)
+    parts = x.new_empty(SPLIT, num_rows, len(a) * ranks, dtype=torch.float32)
     if num_rows:
-        _narrow[(triton.cdiv(num_rows, rows), split)](
+        _narrow[(triton.cdiv(num_rows, rows), SPLIT)](
             x, *_three(a), parts, num_rows, depth, x.stride(0), parts.stride(1), MATRICES=len(a), RANKS=ranks, ROWS=rows, STEP=step,
-            COLUMNS=_columns(ranks), STAGES=4, PRECISION=_precision(x))
+            COLUMNS=_columns(ranks), STAGES=4 if columns <= 128 else 3, PRECISION=_precision(x))
     return parts
 
 

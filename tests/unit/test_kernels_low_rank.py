@@ -55,11 +55,15 @@ def test_against_the_formula(kind, dtype, device):
 
 
 @DEVICES
-@pytest.mark.parametrize("num_rows", [1, 4100])
-def test_few_and_many_rows(num_rows, device):
+@pytest.mark.parametrize("is_many", [False, True], ids=["one", "many"])
+@pytest.mark.parametrize("kind", ["three of one input", "fused"])
+def test_few_and_many_rows(kind, is_many, device, monkeypatch):
     need_kernels(device)
-    check(by_kernel(), plain, plain, *arguments("three of one input", min(num_rows, 4100 if device == "cuda" else 150), torch.bfloat16,
-                                                device), units=32)
+    from megatron_dllm.kernels import low_rank
+
+    monkeypatch.setattr(low_rank, "MANY_ROWS", 100)
+    num_rows = 1 if not is_many else 150 if device == "cpu" else 4100
+    check(by_kernel(), plain, plain, *arguments(kind, num_rows, torch.bfloat16, device), units=32)
 
 
 @DEVICES
