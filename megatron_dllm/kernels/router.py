@@ -29,7 +29,9 @@ def _count(probability, expert, inside, row, num_tokens, stream, load, entropy, 
     own = -tl.sum(tl.where(probability > 0, probability * tl.log(tl.maximum(probability, TINY)), 0.0), 1)
     own = (own.to(tl.float64) * UNITS).to(tl.int64)
     for number in tl.static_range(STREAMS):
-        tl.atomic_add(entropy + number, tl.sum(tl.where(kind == number, own, 0), 0), sem="relaxed")
+        total = tl.sum(tl.where(kind == number, own, 0), 0)
+        # Additions to one place wait for each other, and a tile mostly has tokens of one stream.
+        tl.atomic_add(entropy + number, total, mask=total != 0, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
