@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .dependent_launch import after_last, dependent
 from .launch import next_power_of_2
 from .residual import _inverse_root, _load
 
@@ -18,7 +19,8 @@ WARPS = 8  # few, so that three programs share a processor: each waits for its t
 
 @triton.jit
 def _finish(h, a, rows, row, choice_weights, weight_a, weight_b, weight, scalar, next_weight, y, normed, eps, CHOICES: tl.constexpr,
-            WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+            WIDTH: tl.constexpr, COLUMNS: tl.constexpr, DEPENDENT: tl.constexpr):
+    after_last(DEPENDENT)
     token, column = tl.program_id(0).to(tl.int64), tl.arange(0, COLUMNS)
     inside = column < WIDTH
     at = token * WIDTH + column
@@ -41,10 +43,12 @@ def finish_layer(h: Tensor, a: Tensor, rows: Tensor, row: Tensor, choice_weights
                  weight: Tensor, scalar: Tensor, next_weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(y, n(y) * next_weight) with y = (h + n(n(a) * weight_a + n(b) * weight_b) * weight) * scalar; h, a, y [T, W].
 
-    b [T, W] is the sum over choices of choice_weights[t, c] * rows[row[t, c]], rows [N, W]; scalar [].
+    b [T, W] is the sum over choices of choice_weights[t, c] * rows[row[t, c]], rows [N, W]; scalar []. Right after the kernel that makes
+    `rows`.
     """
     y, normed = torch.empty_like(h), torch.empty_like(h)
     if len(h):
         _finish[(len(h),)](h, a, rows, row, choice_weights, weight_a, weight_b, weight, scalar, next_weight, y, normed, eps,
-                           CHOICES=row.shape[1], WIDTH=h.shape[1], COLUMNS=next_power_of_2(h.shape[1]), num_warps=WARPS)
+                           CHOICES=row.shape[1], WIDTH=h.shape[1], COLUMNS=next_power_of_2(h.shape[1]), num_warps=WARPS,
+                           **dependent(h.device))
     return y, normed

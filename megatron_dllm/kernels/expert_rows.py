@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .dependent_launch import after_last, dependent
 from .grouped_gemm import ENTRY, RowTiles
 from .launch import next_power_of_2
 
@@ -29,7 +30,8 @@ class ExpertRows:
 
 @triton.jit(do_not_specialize=["num_choices"])
 def _place(indices, row, token, table, number, starts, num_choices, CHOICES: tl.constexpr, NUM_EXPERTS: tl.constexpr, POWER: tl.constexpr,
-           CHUNK: tl.constexpr, HEIGHT: tl.constexpr, ENTRY: tl.constexpr):
+           CHUNK: tl.constexpr, HEIGHT: tl.constexpr, ENTRY: tl.constexpr, DEPENDENT: tl.constexpr):
+    after_last(DEPENDENT)
     own, experts, lanes = tl.program_id(0), tl.arange(0, POWER), tl.arange(0, CHUNK)
     counts = tl.zeros((POWER,), tl.int32)
     for at in range(0, num_choices, CHUNK):
@@ -59,7 +61,7 @@ def _place(indices, row, token, table, number, starts, num_choices, CHOICES: tl.
 
 
 def expert_rows(indices: Tensor, num_experts: int, height: int) -> ExpertRows:
-    """The rows of routing choices int64 [T, k], in tiles of `height`."""
+    """The rows of routing choices int64 [T, k], in tiles of `height`. Right after the kernel that makes the choices."""
     num_tokens, choices = indices.shape
     row, token = torch.empty(2, indices.numel(), dtype=torch.int32, device=indices.device)
     table = row.new_empty(indices.numel() // height + num_experts, ENTRY)
@@ -67,5 +69,5 @@ def expert_rows(indices: Tensor, num_experts: int, height: int) -> ExpertRows:
     _place[(num_experts,)](
         indices.contiguous(), row, token, table, number, starts, indices.numel(), CHOICES=choices, NUM_EXPERTS=num_experts,
         POWER=next_power_of_2(num_experts), CHUNK=min(max(next_power_of_2(indices.numel()), LEAST_CHUNK), LARGEST_CHUNK), HEIGHT=height,
-        ENTRY=ENTRY, num_warps=8)
+        ENTRY=ENTRY, num_warps=8, **dependent(row.device))
     return ExpertRows(row.view(num_tokens, choices), token, RowTiles(table, number, starts, starts[1:], height))

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .dependent_launch import after_last, dependent
 from .expert_rows import ExpertRows
 from .gated_gelu import _gelu
 from .grouped_gemm import ENTRY, RowTiles
@@ -25,7 +27,8 @@ from .launch import processors
 @dataclass(frozen=True)
 class DecodeTiling:
     """rows of ours x columns, which are rows of the weight; `depth` of the contraction a step, `stages` of them on their way; programs a
-    processor (None: one a tile); whether the next tile's loop begins before a tile is stored."""
+    processor (None: one a tile); whether the next tile's loop begins before a tile is stored; tiles of up to `small` rows are computed as
+    if they were that high (0: none are); rows of a dense layer's tile."""
 
     rows: int
     columns: int
@@ -34,15 +37,18 @@ class DecodeTiling:
     stages: int
     programs: int | None = None
     flatten: bool = False
+    small: int = 0
+    dense_rows: int = 64
 
 
-# The same rows: one table of tiles serves both products. Measured on an H200 with 2048 rows of 128 experts: up 258 us, with other numbers
-# of stages, columns or rows 268 to 278; down 137 to 140, with others 147 to 158.
-UP_TILING = DecodeTiling(32, 64, 64, warps=4, stages=4)
+# The same rows: one table of tiles serves both products. On an H200, 2048 rows of 128 experts, a dense layer of 256 tokens and the sorting
+# took 381 us, 4.1 TB/s; 384 with 4 stages, 386 with 5, 400 with dense tiles of 128 rows, 384 to 405 with 256 bytes of a row at a time.
+UP_TILING = DecodeTiling(32, 64, 64, warps=4, stages=3)
 DOWN_TILING = DecodeTiling(32, 128, 64, warps=4, stages=5, programs=2, flatten=True)
 TOGETHER_DOWN_TILING = DecodeTiling(32, 128, 64, warps=4, stages=4)
-# For many rows: 370 us for 128 experts and 16384 rows, where moving them first, grouped_gemm's product and the gate take 402 (H200).
-MANY_UP_TILING = DecodeTiling(128, 128, 64, warps=8, stages=4, programs=1)
+# For many rows: with grouped_gemm's product 527 us for 128 experts and 16384 rows; 568 with a program a processor, which gets as many tiles
+# as the others, though some are lower (H200).
+MANY_UP_TILING = DecodeTiling(128, 128, 64, warps=8, stages=4, small=32)
 
 
 @triton.jit
@@ -75,69 +81,107 @@ def _put(y, values, row, inside, across, F: tl.constexpr):
              mask=inside[None, :] & (across < F)[:, None])
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
-def _activated(x, weight, token, y, table, number, dense_x, dense_weight, dense_y, num_tokens, D: tl.constexpr, F: tl.constexpr,
-               DENSE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-               ENTRY: tl.constexpr, FLATTEN: tl.constexpr):
-    """x [T, D]; weight: a descriptor of [E, 2 F, D] by [1, COLUMNS, DEPTH]; y [N, F].
-
-    The first tiles are of a dense layer, if there is one: dense_x [T, D], weight [1, 2 DENSE, D], y [T, DENSE].
-    """
-    ACROSS: tl.constexpr = (F + COLUMNS - 1) // COLUMNS
-    DENSE_ACROSS: tl.constexpr = (DENSE + COLUMNS - 1) // COLUMNS
-    blocks = (num_tokens + ROWS - 1) // ROWS
-    dense_tiles = blocks * DENSE_ACROSS
+@triton.jit
+def _activate_rows(x, weight, token, y, expert, first, rows, column, D: tl.constexpr, F: tl.constexpr, ROWS: tl.constexpr,
+                   COLUMNS: tl.constexpr, DEPTH: tl.constexpr):
+    """A tile of `rows` rows, ROWS at most."""
     down = tl.arange(0, ROWS)
-    for tile in tl.range(tl.program_id(0), dense_tiles + tl.load(number) * ACROSS, tl.num_programs(0), flatten=FLATTEN):
-        if DENSE > 0 and tile < dense_tiles:
-            # Those that read the same columns run at the same time.
-            row, column = tile % blocks * ROWS + down, tile // blocks * COLUMNS
-            values = _gated(dense_x, row.to(tl.int64) * D, row < num_tokens, dense_weight, 0, column, D, DENSE, ROWS, COLUMNS, DEPTH)
-            _put(dense_y, values, row, row < num_tokens, column + tl.arange(0, COLUMNS), DENSE)
-        else:
-            which = tile - dense_tiles
-            entry, column = table + which // ACROSS * ENTRY, which % ACROSS * COLUMNS
-            expert, first, rows = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
-            inside = down < rows
-            at = tl.load(token + first + down, mask=inside, other=0).to(tl.int64) * D
-            values = _gated(x, at, inside, weight, expert, column, D, F, ROWS, COLUMNS, DEPTH)
-            _put(y, values, first + down, inside, column + tl.arange(0, COLUMNS), F)
+    inside = down < rows
+    at = tl.load(token + first + down, mask=inside, other=0).to(tl.int64) * D
+    values = _gated(x, at, inside, weight, expert, column, D, F, ROWS, COLUMNS, DEPTH)
+    _put(y, values, first + down, inside, column + tl.arange(0, COLUMNS), F)
 
 
 @triton.jit
-def _product(x, first, weight, expert, column, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr):
-    """fp32 [COLUMNS, ROWS] of rows from `first` of a descriptor x."""
-    total = tl.zeros((COLUMNS, ROWS), tl.float32)
-    for start in range(0, D, DEPTH):
-        total = tl.dot(weight.load([expert, column, start]).reshape(COLUMNS, DEPTH), x.load([first, start]).T, total)
-    return total
+def _activate_tile(x, weight, token, y, table, tile, D: tl.constexpr, F: tl.constexpr, ROWS: tl.constexpr, SMALL: tl.constexpr,
+                   COLUMNS: tl.constexpr, DEPTH: tl.constexpr, ENTRY: tl.constexpr):
+    ACROSS: tl.constexpr = (F + COLUMNS - 1) // COLUMNS
+    entry, column = table + tile // ACROSS * ENTRY, tile % ACROSS * COLUMNS
+    expert, first, rows = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
+    if SMALL > 0 and rows <= SMALL:
+        _activate_rows(x, weight, token, y, expert, first, rows, column, D, F, SMALL, COLUMNS, DEPTH)
+    else:
+        _activate_rows(x, weight, token, y, expert, first, rows, column, D, F, ROWS, COLUMNS, DEPTH)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def _narrowed(x, weight, y, table, number, dense_x, dense_weight, dense_y, num_tokens, D: tl.constexpr, F: tl.constexpr,
-              DENSE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-              ENTRY: tl.constexpr, FLATTEN: tl.constexpr):
-    """x: a descriptor of [N, D] by [ROWS, DEPTH]; weight: one of [E, F, D] by [1, COLUMNS, DEPTH]; y [N, F].
+def _activated(x, weight, token, y, table, number, dense_x, dense_weight, dense_y, num_tokens, D: tl.constexpr, F: tl.constexpr,
+               DENSE: tl.constexpr, ROWS: tl.constexpr, SMALL: tl.constexpr, DENSE_ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+               DEPTH: tl.constexpr, ENTRY: tl.constexpr, FLATTEN: tl.constexpr, DEPENDENT: tl.constexpr):
+    """x [T, D]; weight: a descriptor of [E, 2 F, D] by [1, COLUMNS, DEPTH]; y [N, F].
 
-    The first tiles are of a dense layer, if there is one: dense_x: a descriptor of [T, DENSE], weight [1, F, DENSE], y [T, F].
+    Of a dense layer, if there is one, dense_x [T, D], weight [1, 2 DENSE, D], y [T, DENSE]: its tiles stand between the experts', since
+    they find their weights in the cache, all but the first of those that share them, which run at the same time.
     """
     ACROSS: tl.constexpr = (F + COLUMNS - 1) // COLUMNS
-    blocks = (num_tokens + ROWS - 1) // ROWS
-    dense_tiles = blocks * ACROSS
+    DENSE_ACROSS: tl.constexpr = (DENSE + COLUMNS - 1) // COLUMNS
+    after_last(DEPENDENT)
+    tiles = tl.load(number) * ACROSS
     if DENSE == 0:
-        dense_tiles = 0
+        for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
+            _activate_tile(x, weight, token, y, table, tile, D, F, ROWS, SMALL, COLUMNS, DEPTH, ENTRY)
+    else:
+        blocks, share = (num_tokens + DENSE_ROWS - 1) // DENSE_ROWS, (tiles + DENSE_ACROSS - 1) // DENSE_ACROSS
+        for place in tl.range(tl.program_id(0), (blocks + share) * DENSE_ACROSS, tl.num_programs(0)):
+            group, inner = place // (blocks + share), place % (blocks + share)
+            tile = group * share + inner - blocks
+            if inner < blocks:
+                row, column = inner * DENSE_ROWS + tl.arange(0, DENSE_ROWS), group * COLUMNS
+                values = _gated(dense_x, row.to(tl.int64) * D, row < num_tokens, dense_weight, 0, column, D, DENSE, DENSE_ROWS, COLUMNS,
+                                DEPTH)
+                _put(dense_y, values, row, row < num_tokens, column + tl.arange(0, COLUMNS), DENSE)
+            elif tile < tiles:
+                _activate_tile(x, weight, token, y, table, tile, D, F, ROWS, SMALL, COLUMNS, DEPTH, ENTRY)
+
+
+@triton.jit
+def _narrow_rows(x, weight, y, expert, first, rows, column, D: tl.constexpr, F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+                 DEPTH: tl.constexpr):
+    """A tile of `rows` rows, ROWS at most, of a descriptor x [., D] by [ROWS, DEPTH]."""
+    total = tl.zeros((COLUMNS, ROWS), tl.float32)
+    for start in range(0, D, DEPTH):
+        total = tl.dot(weight.load([expert, column, start]).reshape(COLUMNS, DEPTH), x.load([first, start]).T, total)
     down = tl.arange(0, ROWS)
-    for tile in tl.range(tl.program_id(0), dense_tiles + tl.load(number) * ACROSS, tl.num_programs(0), flatten=FLATTEN):
-        if DENSE > 0 and tile < dense_tiles:
-            first, column = tile % blocks * ROWS, tile // blocks * COLUMNS
-            total = _product(dense_x, first, dense_weight, 0, column, DENSE, ROWS, COLUMNS, DEPTH)
-            _put(dense_y, total, first + down, first + down < num_tokens, column + tl.arange(0, COLUMNS), F)
-        else:
-            which = tile - dense_tiles
-            entry, column = table + which // ACROSS * ENTRY, which % ACROSS * COLUMNS
-            expert, first, rows = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
-            total = _product(x, first, weight, expert, column, D, ROWS, COLUMNS, DEPTH)
-            _put(y, total, first + down, down < rows, column + tl.arange(0, COLUMNS), F)
+    _put(y, total, first + down, down < rows, column + tl.arange(0, COLUMNS), F)
+
+
+@triton.jit
+def _narrow_tile(x, x_small, weight, y, table, tile, D: tl.constexpr, F: tl.constexpr, ROWS: tl.constexpr, SMALL: tl.constexpr,
+                 COLUMNS: tl.constexpr, DEPTH: tl.constexpr, ENTRY: tl.constexpr):
+    ACROSS: tl.constexpr = (F + COLUMNS - 1) // COLUMNS
+    entry, column = table + tile // ACROSS * ENTRY, tile % ACROSS * COLUMNS
+    expert, first, rows = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
+    if SMALL > 0 and rows <= SMALL:
+        _narrow_rows(x_small, weight, y, expert, first, rows, column, D, F, SMALL, COLUMNS, DEPTH)
+    else:
+        _narrow_rows(x, weight, y, expert, first, rows, column, D, F, ROWS, COLUMNS, DEPTH)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _narrowed(x, x_small, weight, y, table, number, dense_x, dense_weight, dense_y, num_tokens, D: tl.constexpr, F: tl.constexpr,
+              DENSE: tl.constexpr, ROWS: tl.constexpr, SMALL: tl.constexpr, DENSE_ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+              DEPTH: tl.constexpr, ENTRY: tl.constexpr, FLATTEN: tl.constexpr, DEPENDENT: tl.constexpr):
+    """x, x_small: descriptors of [N, D] by [ROWS, DEPTH] and [SMALL, DEPTH]; weight: one of [E, F, D] by [1, COLUMNS, DEPTH]; y [N, F].
+
+    A dense layer, if there is one, as above; dense_x: a descriptor of [T, DENSE] by [DENSE_ROWS, DEPTH], weight [1, F, DENSE], y [T, F].
+    """
+    ACROSS: tl.constexpr = (F + COLUMNS - 1) // COLUMNS
+    after_last(DEPENDENT)
+    tiles = tl.load(number) * ACROSS
+    if DENSE == 0:
+        for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
+            _narrow_tile(x, x_small, weight, y, table, tile, D, F, ROWS, SMALL, COLUMNS, DEPTH, ENTRY)
+    else:
+        blocks, share = (num_tokens + DENSE_ROWS - 1) // DENSE_ROWS, (tiles + ACROSS - 1) // ACROSS
+        for place in tl.range(tl.program_id(0), (blocks + share) * ACROSS, tl.num_programs(0)):
+            group, inner = place // (blocks + share), place % (blocks + share)
+            tile = group * share + inner - blocks
+            if inner < blocks:
+                first = inner * DENSE_ROWS
+                _narrow_rows(dense_x, dense_weight, dense_y, 0, first, num_tokens - first, group * COLUMNS, DENSE, F, DENSE_ROWS, COLUMNS,
+                             DEPTH)
+            elif tile < tiles:
+                _narrow_tile(x, x_small, weight, y, table, tile, D, F, ROWS, SMALL, COLUMNS, DEPTH, ENTRY)
 
 
 @dataclass(frozen=True)
@@ -152,17 +196,18 @@ class Dense:
 def _grid(tiles: RowTiles, width: int, tiling: DecodeTiling, dense: Tensor | None) -> tuple[int]:
     most = len(tiles.table) * triton.cdiv(width, tiling.columns)
     if dense is not None:
-        most += triton.cdiv(len(dense), tiling.rows) * triton.cdiv(dense.shape[1], tiling.columns)
+        most += (triton.cdiv(len(dense), tiling.dense_rows) + 1) * triton.cdiv(dense.shape[1], tiling.columns)
     return (most if tiling.programs is None else min(most, tiling.programs * processors(tiles.table.device)),)
 
 
-def _constants(tiling: DecodeTiling) -> dict[str, int]:
-    return {"ROWS": tiling.rows, "COLUMNS": tiling.columns, "DEPTH": tiling.depth, "ENTRY": ENTRY,
-            "FLATTEN": tiling.flatten, "num_warps": tiling.warps, "num_stages": tiling.stages}
+def _constants(tiling: DecodeTiling, device: torch.device, *, early: bool) -> dict[str, int]:
+    return {"ROWS": tiling.rows, "SMALL": tiling.small, "DENSE_ROWS": tiling.dense_rows, "COLUMNS": tiling.columns, "DEPTH": tiling.depth,
+            "ENTRY": ENTRY, "FLATTEN": tiling.flatten, "num_warps": tiling.warps, "num_stages": tiling.stages,
+            **dependent(device, early=early)}
 
 
-def _of_rows(x: Tensor, tiling: DecodeTiling) -> TensorDescriptor:
-    return TensorDescriptor.from_tensor(x, [tiling.rows, tiling.depth])
+def _of_rows(x: Tensor, rows: int, tiling: DecodeTiling) -> TensorDescriptor | None:
+    return TensorDescriptor.from_tensor(x, [rows, tiling.depth]) if rows else None
 
 
 def _of_weight(weight: Tensor, tiling: DecodeTiling) -> TensorDescriptor:
@@ -170,10 +215,10 @@ def _of_weight(weight: Tensor, tiling: DecodeTiling) -> TensorDescriptor:
 
 
 def activated_rows(x: Tensor, gate_up: Tensor, rows: ExpertRows, tiling: DecodeTiling, *,
-                   dense: Dense | None = None) -> tuple[Tensor, Tensor | None]:
+                   dense: Dense | None = None, follows_one: bool = False) -> tuple[Tensor, Tensor | None]:
     """a [N, I] of x [T, H], gate_up [E, 2, I, H]; and that of the dense feed-forward, [T, I']; bf16.
 
-    The rows' tiles are as high as the tiling's.
+    The rows' tiles are as high as the tiling's. `follows_one`: whether what comes before this on the device is one kernel of one stream.
     """
     inner, width = gate_up.shape[2:]
     y, dense_y, beside = x.new_empty(len(rows.token), inner), None, (None, None)
@@ -182,20 +227,21 @@ def activated_rows(x: Tensor, gate_up: Tensor, rows: ExpertRows, tiling: DecodeT
         beside = dense.x, _of_weight(dense.gate_up.flatten(0, 1)[None], tiling)
     _activated[_grid(rows.tiles, inner, tiling, dense_y)](
         x, _of_weight(gate_up.flatten(1, 2), tiling), rows.token, y, rows.tiles.table, rows.tiles.number, *beside, dense_y,
-        0 if dense is None else len(dense.x), D=width, F=inner, DENSE=0 if dense is None else dense_y.shape[1], **_constants(tiling))
+        0 if dense is None else len(dense.x), D=width, F=inner, DENSE=0 if dense is None else dense_y.shape[1],
+        **_constants(tiling, x.device, early=follows_one))
     return y, dense_y
 
 
 def narrowed_rows(activated: Tensor, down: Tensor, rows: ExpertRows, tiling: DecodeTiling, *, dense_activated: Tensor | None = None,
                   dense: Dense | None = None) -> tuple[Tensor, Tensor | None]:
-    """y [N, H] of a [N, I], down [E, H, I]; and that of the dense feed-forward, [T, H]."""
+    """y [N, H] of a [N, I], down [E, H, I]; and that of the dense feed-forward, [T, H]. Right after `activated_rows`."""
     width, inner = down.shape[1:]
     y, dense_y, beside = activated.new_empty(len(activated), width), None, (None, None)
     if dense is not None:
         dense_y = y.new_empty(len(dense_activated), width)
-        beside = _of_rows(dense_activated, tiling), _of_weight(dense.down[None], tiling)
+        beside = _of_rows(dense_activated, tiling.dense_rows, tiling), _of_weight(dense.down[None], tiling)
     _narrowed[_grid(rows.tiles, width, tiling, dense_y)](
-        _of_rows(activated, tiling), _of_weight(down, tiling), y, rows.tiles.table, rows.tiles.number,
-        *beside, dense_y, 0 if dense is None else len(dense_y), D=inner, F=width, DENSE=0 if dense is None else dense_activated.shape[1],
-        **_constants(tiling))
+        _of_rows(activated, tiling.rows, tiling), _of_rows(activated, tiling.small, tiling), _of_weight(down, tiling), y,
+        rows.tiles.table, rows.tiles.number, *beside, dense_y, 0 if dense is None else len(dense_y), D=inner, F=width,
+        DENSE=0 if dense is None else dense_activated.shape[1], **_constants(tiling, y.device, early=True))
     return y, dense_y

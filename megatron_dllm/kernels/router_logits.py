@@ -6,20 +6,40 @@ Legend: T tokens, E experts, H hidden, S splits of H.
 """
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from .dependent_launch import after_last, dependent
 from .launch import next_power_of_2, processors
 
-DEPTH, FEW_TOKENS, MOST_SPLITS = 32, 512, 16
+FEW_TOKENS = 512
+
+
+@dataclass(frozen=True)
+class LogitsTiling:
+    """rows of a program, `depth` of H at a time, at most so many splits of H; warps, stages; programs for each processor."""
+
+    rows: int
+    depth: int
+    splits: int
+    warps: int
+    stages: int
+    programs: int
+
+
+FEW_TILING = LogitsTiling(16, 32, 16, warps=8, stages=3, programs=2)
+TILING = LogitsTiling(64, 32, 16, warps=8, stages=3, programs=1)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _partial(x, weight, partial, num_tokens, WIDTH: tl.constexpr, SPAN: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr,
-             COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr):
+             COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr):
     """partial [S, T, E]: the product over SPAN of the H columns."""
+    after_last(DEPENDENT)
     row, expert = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     start = tl.program_id(1) * SPAN
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -35,8 +55,9 @@ def _partial(x, weight, partial, num_tokens, WIDTH: tl.constexpr, SPAN: tl.const
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _choose(partial, scale, indices, weights, num_tokens, SPLITS: tl.constexpr, EXPERTS: tl.constexpr, CHOICES: tl.constexpr,
-            ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDE_CHOICES: tl.constexpr):
+            ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDE_CHOICES: tl.constexpr, DEPENDENT: tl.constexpr):
     """As kernels.router's forward, without what a backward and replays need."""
+    after_last(DEPENDENT)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column, choice = tl.arange(0, COLUMNS)[None, :], tl.arange(0, WIDE_CHOICES)[None, :]
     at, inside = row.to(tl.int64)[:, None] * EXPERTS + column, (row < num_tokens)[:, None] & (column < EXPERTS)
@@ -64,22 +85,22 @@ def choose_experts(x: Tensor, weight: Tensor, scale: Tensor, choices: int) -> tu
     """(weights fp32 [T, k], indices int64 [T, k]) of x [T, H], weight [E, H], scale [E], all fp32: see kernels.router.route."""
     (num_tokens, width), num_experts = x.shape, len(weight)
     columns = next_power_of_2(num_experts)
-    rows = 16 if num_tokens <= FEW_TOKENS else 64
-    blocks = triton.cdiv(num_tokens, rows)
-    # Two programs of 16 rows share a processor.
-    room = processors(x.device) * (2 if rows == 16 else 1)
-    splits = max(1, min(MOST_SPLITS, room // max(blocks, 1), triton.cdiv(width, DEPTH)))
-    span = triton.cdiv(triton.cdiv(width, splits), DEPTH) * DEPTH
+    tiling = FEW_TILING if num_tokens <= FEW_TOKENS else TILING
+    blocks = triton.cdiv(num_tokens, tiling.rows)
+    room = processors(x.device) * tiling.programs
+    splits = max(1, min(tiling.splits, room // max(blocks, 1), triton.cdiv(width, tiling.depth)))
+    span = triton.cdiv(triton.cdiv(width, splits), tiling.depth) * tiling.depth
     splits = triton.cdiv(width, span)
     partial = torch.empty(splits, num_tokens, num_experts, dtype=torch.float32, device=x.device)
     indices = torch.empty(num_tokens, choices, dtype=torch.int64, device=x.device)
     weights = torch.empty(num_tokens, choices, dtype=torch.float32, device=x.device)
     if num_tokens:
-        _partial[(blocks, splits)](x, weight, partial, num_tokens, WIDTH=width, SPAN=span, EXPERTS=num_experts, ROWS=rows,
-                                   COLUMNS=max(columns, 16), DEPTH=DEPTH, PRECISION="bf16x6" if x.is_cuda else "ieee", num_warps=8,
-                                   num_stages=3)
+        _partial[(blocks, splits)](
+            x, weight, partial, num_tokens, WIDTH=width, SPAN=span, EXPERTS=num_experts, ROWS=tiling.rows, COLUMNS=max(columns, 16),
+            DEPTH=tiling.depth, PRECISION="bf16x6" if x.is_cuda else "ieee", num_warps=tiling.warps, num_stages=tiling.stages,
+            **dependent(x.device, early=False))
         some = max(1, 512 // columns)
         _choose[(triton.cdiv(num_tokens, some),)](
             partial, scale, indices, weights, num_tokens, SPLITS=splits, EXPERTS=num_experts, CHOICES=choices, ROWS=some, COLUMNS=columns,
-            WIDE_CHOICES=next_power_of_2(choices), num_warps=4)
+            WIDE_CHOICES=next_power_of_2(choices), num_warps=4, **dependent(x.device))
     return weights, indices

@@ -6,14 +6,17 @@ A layer, beside what TransformerBlock computes:
     one product for queries, keys and values, whose weights are copied side by side
     one kernel from there to the cache; attention over the cache
     the router's product by matrix units, and its choices from there
-    the dense MLP of few tokens in the experts' launches, which wait for memory; that of many on a stream of its own, beside the router and
-        the sorting of rows, none of which fills the device
+    the dense MLP of few tokens in the experts' launches, which wait for memory; beside that of many the router and the sorting of rows,
+        which do not fill the device, on a stream of their own that it prefers
+    kernels that wait for one other launched before that has ended
     one kernel for the sum over a token's experts, the norms after it, and the norm that the next layer begins with
 """
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -29,9 +32,13 @@ from .norms import RMSNorm, rms_norm
 from .rotary import norm_and_rotate_pair
 from .token_pass import LayerPass, TokenPass
 
+if TYPE_CHECKING:
+    from ..kernels.expert_rows import ExpertRows  # Triton is there with CUDA alone
+
 FEW_ROWS = 48  # of an expert, on average, up to which the kernels for few rows are taken
-# Tokens whose dense MLP runs in the launches of the experts: more would read its weights again and again. A step of 256 takes 16.49 ms on
-# an H200, with the dense MLP beside the router 16.62; asking for the next weights ahead made it 16.86 and 16.51.
+# Tokens whose dense MLP runs in the launches of the experts: more would read its weights again and again. A step of 256 took 16.49 ms on
+# an H200, with the dense MLP beside the router 16.62; asking for the next weights ahead made it 16.86 and 16.51. On another day it took
+# 16.06, with the dense layer's tiles between the experts' 15.93, and with kernels launched before the last ones have ended 15.8.
 MOST_TOGETHER = 256
 
 
@@ -59,7 +66,7 @@ class DecodeStack:
         device = final_norm.device
         self.layers = [DecodeLayer(block) for block in blocks]
         self.next_norms = [*(block.input_layernorm.weight for block in blocks[1:]), final_norm]
-        self.beside = Beside(torch.cuda.Stream(device) if device.type == "cuda" else None)
+        self.beside = Beside(torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None)
 
     def __call__(self, x: Tensor, token_pass: TokenPass, caches: Mapping[int, KeyCache]) -> Tensor:
         first = self.layers[0].block.input_layernorm
@@ -105,7 +112,8 @@ class DecodeLayer:
     def __call__(self, x: Tensor, normed: Tensor, token_pass: TokenPass, cache: KeyCache, next_norm: Tensor,
                  beside: Beside) -> tuple[Tensor, Tensor]:
         """(y, rms_norm(y, next_norm)) of x [T, H] and `normed`, what the layer's first norm makes of it."""
-        from ..kernels import decode_residual, residual, router_logits  # Triton is there with CUDA alone
+        from ..kernels import decode_residual, grouped_decode, residual, router_logits  # Triton is there with CUDA alone
+        from ..kernels.expert_rows import expert_rows
 
         block, eps = self.block, self.block.input_layernorm.eps
         router = block.moe.router
@@ -115,18 +123,23 @@ class DecodeLayer:
             x, attended, block.post_attention_layernorm.weight, readers, router.root, eps)
         is_few = len(x) * router.topk <= FEW_ROWS * len(router.weight)
         together = is_few and len(x) <= MOST_TOGETHER
-        if not together:
-            with beside():
-                dense = block.mlp(for_mlp)
-        weights, indices = router_logits.choose_experts(scaled, router.weight, router.per_expert_scale, router.topk)
+        choose = partial(router_logits.choose_experts, scaled, router.weight, router.per_expert_scale, router.topk)
         if together:
-            dense, rows, row = self._together(for_mlp, for_experts, indices)
+            weights, indices = choose()
+            rows = expert_rows(indices, len(router.weight), grouped_decode.UP_TILING.rows)
+            dense, results = self._together(for_mlp, for_experts, rows)
         else:
-            rows, row = (self._by_few_rows if is_few else self._by_many_rows)(for_experts, indices)
-        beside.join()
+            with beside():
+                weights, indices = choose()
+                tiling = grouped_decode.UP_TILING if is_few else grouped_decode.MANY_UP_TILING
+                rows = expert_rows(indices, len(router.weight), tiling.rows)
+            dense = block.mlp(for_mlp)
+            beside.join()
+            results = (self._by_few_rows if is_few else self._by_many_rows)(for_experts, rows)
         norms = (block.post_feedforward_layernorm_1, block.post_feedforward_layernorm_2, block.post_feedforward_layernorm)
         scalar = block.layer_scalars[0 if token_pass.num_clean else 1]
-        return decode_residual.finish_layer(h, dense, rows, row, weights, *(norm.weight for norm in norms), scalar, next_norm, eps)
+        return decode_residual.finish_layer(
+            h, dense, results, rows.row, weights, *(norm.weight for norm in norms), scalar, next_norm, eps)
 
     def _attend(self, normed: Tensor, layer_pass: LayerPass, cache: KeyCache) -> Tensor:
         from ..kernels import place_heads
@@ -140,37 +153,32 @@ class DecodeLayer:
         plan.move(cache)
         return F.linear(out.flatten(1), attention.o_proj.weight)
 
-    def _by_few_rows(self, x: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """The experts' results [N, H] of x [T, H], and where those of each choice stand, int32 [T, k]."""
+    def _by_few_rows(self, x: Tensor, rows: ExpertRows) -> Tensor:
+        """The experts' results [N, H] of x [T, H]."""
         from ..kernels import grouped_decode
-        from ..kernels.expert_rows import expert_rows
 
         experts = self.block.moe.experts
-        rows = expert_rows(indices, len(experts.down), grouped_decode.UP_TILING.rows)
         activated, _ = grouped_decode.activated_rows(x, experts.gate_up, rows, grouped_decode.UP_TILING)
-        return grouped_decode.narrowed_rows(activated, experts.down, rows, grouped_decode.DOWN_TILING)[0], rows.row
+        return grouped_decode.narrowed_rows(activated, experts.down, rows, grouped_decode.DOWN_TILING)[0]
 
-    def _together(self, for_mlp: Tensor, x: Tensor, indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What the dense MLP makes of `for_mlp` [T, H]; then as `_by_few_rows`."""
+    def _together(self, for_mlp: Tensor, x: Tensor, rows: ExpertRows) -> tuple[Tensor, Tensor]:
+        """What the dense MLP makes of `for_mlp` [T, H]; then as `_by_few_rows`. Right after the rows are made."""
         from ..kernels import grouped_decode
-        from ..kernels.expert_rows import expert_rows
 
         experts, mlp = self.block.moe.experts, self.block.mlp
-        wide, narrow = grouped_decode.UP_TILING, grouped_decode.TOGETHER_DOWN_TILING
         part = grouped_decode.Dense(for_mlp, mlp.gate_up.weight, mlp.down.weight)
-        rows = expert_rows(indices, len(experts.down), wide.rows)
-        activated, dense = grouped_decode.activated_rows(x, experts.gate_up, rows, wide, dense=part)
-        results, dense = grouped_decode.narrowed_rows(activated, experts.down, rows, narrow, dense=part, dense_activated=dense)
-        return dense, results, rows.row
+        activated, dense = grouped_decode.activated_rows(x, experts.gate_up, rows, grouped_decode.UP_TILING, dense=part, follows_one=True)
+        results, dense = grouped_decode.narrowed_rows(
+            activated, experts.down, rows, grouped_decode.TOGETHER_DOWN_TILING, dense=part, dense_activated=dense)
+        return dense, results
 
-    def _by_many_rows(self, x: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+    def _by_many_rows(self, x: Tensor, rows: ExpertRows) -> Tensor:
         """As `_by_few_rows`."""
         from ..kernels import grouped_decode
-        from ..kernels.expert_rows import expert_rows
         from ..kernels.grouped_gemm import product
         from ..kernels.grouped_mlp import ROWS_TILING
 
+        assert rows.tiles.height == ROWS_TILING.rows, "one table of tiles serves both products"
         experts = self.block.moe.experts
-        rows = expert_rows(indices, len(experts.down), ROWS_TILING.rows)
         activated, _ = grouped_decode.activated_rows(x, experts.gate_up, rows, grouped_decode.MANY_UP_TILING)
-        return product(activated, experts.down, rows.tiles, ROWS_TILING), rows.row
+        return product(activated, experts.down, rows.tiles, ROWS_TILING)

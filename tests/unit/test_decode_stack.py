@@ -92,9 +92,12 @@ def test_grouped_decode(hidden, inner, num_tokens, device):
     persistent = dataclasses.replace(tiling, programs=1)
     activated, _ = activated_rows(x, gate_up, rows, tiling)
     assert torch.equal(activated, activated_rows(x, gate_up, rows, persistent)[0])
+    lower = dataclasses.replace(tiling, small=4, dense_rows=16)
+    assert torch.equal(activated, activated_rows(x, gate_up, rows, lower)[0])
     ordered = x[rows.token.long()]
     narrowed, _ = narrowed_rows(activated, down, rows, tiling)
     assert torch.equal(narrowed, narrowed_rows(activated, down, rows, dataclasses.replace(persistent, flatten=True))[0])
+    assert torch.equal(narrowed, narrowed_rows(activated, down, rows, lower)[0])
     counts = rows.tiles.starts.diff().long()
     for got, product in ((activated, lambda part, expert: gated(part @ gate_up[expert].double().flatten(0, 1).mT)),
                          (narrowed, lambda part, expert: part @ down[expert].double().mT)):
@@ -106,9 +109,10 @@ def test_grouped_decode(hidden, inner, num_tokens, device):
     wider = inner + 64 + 8
     dense = Dense(x * 0.5, *((draw(*shape, dtype=torch.float32, device=device, grad=False) * shape[-1]**-0.5).to(BF16)
                              for shape in ((2, wider, hidden), (hidden, wider))))
-    same, dense_activated = activated_rows(x, gate_up, rows, tiling, dense=dense)
-    again, dense_y = narrowed_rows(same, down, rows, tiling, dense=dense, dense_activated=dense_activated)
-    assert torch.equal(same, activated) and torch.equal(again, narrowed)
+    for way in (lower, persistent, tiling):
+        same, dense_activated = activated_rows(x, gate_up, rows, way, dense=dense)
+        again, dense_y = narrowed_rows(same, down, rows, way, dense=dense, dense_activated=dense_activated)
+        assert torch.equal(same, activated) and torch.equal(again, narrowed)
     for got, want in ((dense_activated, gated(dense.x.double() @ dense.gate_up.double().flatten(0, 1).mT)),
                       (dense_y, dense_activated.double() @ dense.down.double().mT)):
         assert (got - want).abs().max() <= 2**-7 * want.abs().max()
