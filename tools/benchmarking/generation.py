@@ -16,6 +16,7 @@ from functools import partial
 from types import FrameType
 
 import torch
+from transformers.models.diffusion_gemma.modeling_diffusion_gemma import DiffusionGemmaForBlockDiffusion
 
 from megatron_dllm.config import GenerationConfig
 from megatron_dllm.diffusion.sampler import CounterDraws, Denoiser, generate
@@ -26,7 +27,7 @@ from megatron_dllm.parallel import ParallelContext
 from .peers import share_weights, untied_model
 from .workload import FIRST_TOKEN, DeviceNormal, real_width, release_memory, toy_width
 
-FEW, MANY, RUNS = 4, 36, 3
+FEW, MANY, RUNS = 4, 24, 3
 AIMS = {1: 5.0, 8: 3.5}  # batch size -> times faster than the peer
 STATIC_AIM = 1.2  # than its static cache
 
@@ -37,13 +38,48 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", type=int, default=1024, help="Tokens of each prompt.")
     parser.add_argument("--static-cache-limit", type=int, default=240, metavar="SECONDS",
                         help="For transformers' static cache at all batch sizes, which it compiles first, for minutes; 0: without it.")
+    parser.add_argument("--static-cache-layers", type=int,
+                        help="Layers of both sides there, if fewer than --layers: compilation takes as long as there are layers.")
     parser.add_argument("--toy", action="store_true", help="Toy width, on any device.")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the table; the number of lines that miss their aim. What could not be measured is said, and counts for nothing."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    layers = ["full" if number % 6 == 5 else "sliding" for number in range(arguments.layers)]
+    pair, prompts, ours, missed = _pair(arguments.layers, arguments, device), {}, {}, 0
+    print(f"{device.type}, {pair[0].dtype}; milliseconds a denoising step, sampling included; 'rest': what a canvas takes beside its steps "
+          "(encoding the prompt), no more than theirs being the aim")
+    print(f"{'layers':>6} {'batch':>5} {'prompt':>6} {'cache':>8} {'ours':>9} {'transformers':>12} {'ratio':>6} {'aim':>5} {'our rest':>9} "
+          f"{'their rest':>12}", flush=True)
+    for batch in arguments.batch_sizes:
+        generator = torch.Generator().manual_seed(batch)
+        prompts[batch] = torch.randint(FIRST_TOKEN, pair[0].config.vocab_size, (batch, arguments.prompt), generator=generator)
+        ours[batch] = _our_step(pair[0], prompts[batch])
+        peer = _their_step(pair, prompts[batch], {})
+        missed += _print_line(_name(arguments.layers, prompts[batch], "dynamic"), ours[batch], peer, AIMS.get(batch, 1.0))
+    if not arguments.static_cache_limit:
+        return missed
+    layers = arguments.static_cache_layers or arguments.layers
+    if layers != arguments.layers:
+        del pair
+        release_memory(device)
+        pair = _pair(layers, arguments, device)
+        ours = {batch: _our_step(pair[0], prompt) for batch, prompt in prompts.items()}
+    end = time.monotonic() + arguments.static_cache_limit
+    for batch, prompt in prompts.items():
+        try:
+            with _at_most(end - time.monotonic()):
+                peer = _their_step(pair, prompt, {"cache_implementation": "static"})
+        except (TimeoutError, RuntimeError) as error:  # compilation's errors are RuntimeErrors
+            print(f"{_name(layers, prompt, 'static')} not measured: {_why(error, arguments.static_cache_limit)}", flush=True)
+            continue
+        missed += _print_line(_name(layers, prompt, "static"), ours[batch], peer, STATIC_AIM)
+    return missed
+
+
+def _pair(num_layers: int, arguments: argparse.Namespace, device: torch.device) -> tuple[DiffusionGemma, DiffusionGemmaForBlockDiffusion]:
+    """Our model and theirs, on one set of weights."""
+    layers = ["full" if number % 6 == 5 else "sliding" for number in range(num_layers)]
     config = (toy_width if arguments.toy else real_width)(layers)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     # Theirs first: while it is built it holds the stack twice.
@@ -53,35 +89,29 @@ def run(arguments: argparse.Namespace) -> int:
     model.requires_grad_(False).eval()
     share_weights(model, theirs)
     release_memory(device)
-    session, prompts, ours, missed = session_maker(model), {}, {}, 0
-    print(f"{arguments.layers} layers, {device.type}, {dtype}; milliseconds a denoising step, sampling included; 'rest': what a canvas "
-          "takes beside its steps (encoding the prompt), no more than theirs being the aim")
-    print(f"{'batch':>5} {'prompt':>6} {'cache':>8} {'ours':>9} {'transformers':>12} {'ratio':>6} {'aim':>5} {'our rest':>9} "
-          f"{'their rest':>12}", flush=True)
-    for batch in arguments.batch_sizes:
-        generator = torch.Generator().manual_seed(batch)
-        prompts[batch] = torch.randint(FIRST_TOKEN, config.vocab_size, (batch, arguments.prompt), generator=generator)
-        ours[batch] = _step_ms(partial(_ours, model, session, prompts[batch]), device)
-        peer = _step_ms(partial(_theirs, theirs, prompts[batch].to(device), config.canvas_length, {}), device)
-        missed += _print_line(prompts[batch], "dynamic", ours[batch], peer, AIMS.get(batch, 1.0))
-    end = time.monotonic() + arguments.static_cache_limit
-    for batch in arguments.batch_sizes if arguments.static_cache_limit else []:
-        generate_static = partial(_theirs, theirs, prompts[batch].to(device), config.canvas_length, {"cache_implementation": "static"})
-        try:
-            with _at_most(end - time.monotonic()):
-                peer = _step_ms(generate_static, device)
-        except (TimeoutError, RuntimeError) as error:  # compilation's errors are RuntimeErrors
-            print(f"{batch:>5} {arguments.prompt:>6} {'static':>8} not measured: {_why(error, arguments.static_cache_limit)}", flush=True)
-            continue
-        missed += _print_line(prompts[batch], "static", ours[batch], peer, STATIC_AIM)
-    return missed
+    return model, theirs
 
 
-def _print_line(prompt: torch.Tensor, cache: str, ours: tuple[float, float], peer: tuple[float, float], aim: float) -> bool:
+def _our_step(model: DiffusionGemma, prompt: torch.Tensor) -> tuple[float, float]:
+    return _step_ms(partial(_ours, model, session_maker(model), prompt), model.context.device)
+
+
+def _their_step(pair: tuple[DiffusionGemma, DiffusionGemmaForBlockDiffusion], prompt: torch.Tensor,
+                asked: dict[str, str]) -> tuple[float, float]:
+    model, theirs = pair
+    device = model.context.device
+    return _step_ms(partial(_theirs, theirs, prompt.to(device), model.config.canvas_length, asked), device)
+
+
+def _name(layers: int, prompt: torch.Tensor, cache: str) -> str:
+    return f"{layers:>6} {len(prompt):>5} {prompt.shape[1]:>6} {cache:>8}"
+
+
+def _print_line(name: str, ours: tuple[float, float], peer: tuple[float, float], aim: float) -> bool:
     """Whether the aim is missed."""
     holds = peer[0] >= aim * ours[0] and peer[1] >= ours[1]
-    print(f"{len(prompt):>5} {prompt.shape[1]:>6} {cache:>8} {ours[0]:>9.2f} {peer[0]:>12.2f} {peer[0] / ours[0]:>6.2f} {aim:>5.1f} "
-          f"{ours[1]:>9.1f} {peer[1]:>12.1f} {'' if holds else 'missed'}", flush=True)
+    print(f"{name} {ours[0]:>9.2f} {peer[0]:>12.2f} {peer[0] / ours[0]:>6.2f} {aim:>5.1f} {ours[1]:>9.1f} {peer[1]:>12.1f} "
+          f"{'' if holds else 'missed'}", flush=True)
     return not holds
 
 
