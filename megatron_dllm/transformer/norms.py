@@ -1,6 +1,7 @@
 """RMSNorm with a plain weight (not 1 + w), computed in at least fp32 and cast back."""
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -17,8 +18,16 @@ NormFunction = Callable[[Tensor, Tensor, float], Tensor]  # of x, weight and eps
 
 def inverse_root(x: Tensor, eps: float) -> Tensor:
     """(mean(x^2) + eps)^-0.5 over the last dimension of x, at least fp32; a value a row."""
-    # On a CPU a sum and a product take less than torch's mean.
-    return x.square().sum(-1, keepdim=True).mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
+    size = x.shape[-1]
+    if x.is_cuda:
+        return x.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+    # The sum of (x^2 + eps) / size: on a CPU the number of operations counts.
+    return torch.addcmul(_number(eps / size, x.dtype), x, x, value=1 / size).sum(-1, keepdim=True).rsqrt_()
+
+
+@functools.cache
+def _number(value: float, dtype: torch.dtype) -> Tensor:
+    return torch.tensor(value, dtype=dtype)
 
 
 def gradient_of_normed(grad: Tensor, normed: Tensor, root: Tensor) -> Tensor:

@@ -70,7 +70,8 @@ class _AfterFeedForward(PlainFunction):
         normed_a, root_a = _normed(a, eps)
         normed_b, root_b = _normed(b, eps)
         total, root = _normed(normed_a * weight_a + normed_b * weight_b, eps)
-        scale = torch.cat([scalars[:1].expand(num_first), scalars[1:].expand(h.shape[0] - num_first)])[:, None]
+        first, second = scalars.split(1)
+        scale = torch.cat([first.expand(num_first, 1), second.expand(h.shape[0] - num_first, 1)])
         ctx.save_for_backward(normed_a, root_a, normed_b, root_b, total, root, weight_a, weight_b, weight, scale)
         return ((total * weight).add_(h) * scale).to(h.dtype)
 

@@ -111,7 +111,7 @@ class _NormHeads(PlainFunction):
         turned = _turn(normed[:, :num_turned] * weight, cos, sin).to(query.dtype)
         ctx.save_for_backward(normed, root, weight, cos, sin)
         ctx.num_queries, ctx.num_turned, ctx.dtype, ctx.weight_dtype = num_queries, num_turned, query.dtype, query_weight.dtype
-        return turned[:, :num_queries], turned[:, num_queries:], normed[:, num_turned:].to(query.dtype)
+        return *turned.split([num_queries, num_turned - num_queries], 1), normed[:, num_turned:].to(query.dtype)
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
@@ -125,7 +125,7 @@ class _NormHeads(PlainFunction):
             of_weights = tuple(part.sum(0).to(ctx.weight_dtype) for part in (by_head[:num_queries], by_head[num_queries:]))
         torch.mul(back, weight, out=grad[:, :num_turned])
         dx = gradient_of_normed(grad, normed, root).to(ctx.dtype)
-        return dx[:, :num_queries], dx[:, num_queries:num_turned], dx[:, num_turned:], *of_weights, None, None, None
+        return *dx.split([num_queries, num_turned - num_queries, dx.shape[1] - num_turned], 1), *of_weights, None, None, None
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: int = 1) -> Tensor:

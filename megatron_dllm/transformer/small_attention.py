@@ -60,7 +60,12 @@ def _queries(x: Tensor, group: SmallGroup, groups: int) -> Tensor:
 
 def _taken(x: Tensor, rows: Rows) -> Tensor:
     """x[rows], contiguous but for a run of rows of an x that is not."""
-    return x[rows.index] if isinstance(rows.index, slice) else x.index_select(0, rows.index)
+    return _run(x, rows.index) if isinstance(rows.index, slice) else x.index_select(0, rows.index)
+
+
+def _run(x: Tensor, run: slice) -> Tensor:
+    """x[run], without a view where these are all rows."""
+    return x if run == slice(0, x.shape[0]) else x[run]
 
 
 def _place_queries(x: Tensor, rows: Tensor, group: SmallGroup) -> None:
@@ -68,7 +73,7 @@ def _place_queries(x: Tensor, rows: Tensor, group: SmallGroup) -> None:
     heads, head_dim = rows.shape[1:]
     pieces = x.view(group.num_pieces, heads, -1, head_dim).transpose(1, 2)
     if isinstance(group.queries.index, slice):
-        rows[group.queries.index].view(pieces.shape).copy_(pieces)
+        _run(rows, group.queries.index).view(pieces.shape).copy_(pieces)
     else:
         rows.index_copy_(0, group.queries.index, pieces.reshape(-1, heads, head_dim))
 
@@ -78,7 +83,7 @@ def _add_keys(x: Tensor, rows: Tensor, group: SmallGroup) -> None:
     heads, head_dim = rows.shape[1:]
     pieces = x.view(group.num_pieces, heads, -1, head_dim).transpose(1, 2)
     if isinstance(group.keys.index, slice):
-        rows[group.keys.index].view(pieces.shape).add_(pieces)
+        _run(rows, group.keys.index).view(pieces.shape).add_(pieces)
     else:
         rows.index_put_((group.keys.index,), pieces.reshape(-1, heads, head_dim), accumulate=True)
 
