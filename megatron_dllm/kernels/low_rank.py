@@ -272,7 +272,8 @@ def _precision(x: Tensor) -> str:
 def _thin(x: Tensor, num_rows: int, columns: int) -> tuple[int, int]:
     """Rows of a program of a thin product, and the step of its inner dimension, of which three fit shared memory.
 
-    From 64 rows on there are instructions for a group of warps, which take many rows in half of the time; few rows want more programs.
+    From 64 rows on there are instructions for a group of warps, so that warps need not read the same columns of A or B; few rows want more
+    programs. On an H200 by 32 rows of four warps, each for itself, A x of 5120 rows, three matrices of rank 16, took 25 us.
     """
     rows = 64 if num_rows >= MANY_ROWS else 16
     return rows, 64 if x.itemsize == 4 else 128 if rows == 64 or columns > 128 else 256
