@@ -3,6 +3,7 @@ import gc
 import math
 import sys
 import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,13 +11,13 @@ import torch
 
 sys.path[:0] = [str(Path(__file__).parents[2] / "tools"), str(Path(__file__).parents[2])]
 
-from benchmarking.workload import toy_width  # noqa: E402
+from benchmarking.workload import real_width, toy_width  # noqa: E402
 from verification import context  # noqa: E402
 from verification.context import Cosines, Rows, cosines  # noqa: E402
 from verification.hidden_keys import KEYS, QUERIES, seen_of  # noqa: E402
 
 from megatron_dllm.models.diffusion_gemma.build import build_model  # noqa: E402
-from megatron_dllm.parallel import ParallelContext  # noqa: E402
+from megatron_dllm.parallel import Group, ParallelContext  # noqa: E402
 
 
 def test_cosines_of_the_whole_and_of_the_worst_tensor():
@@ -31,6 +32,23 @@ def test_hidden_keys():
     """The first half of every rank's queries sees rank 0's keys alone."""
     ours, others = (seen_of(holder, 2).dense().reshape(2, QUERIES, KEYS) for holder in (0, 1))
     assert ours.all() and not others[:, :QUERIES // 2].any() and others[:, QUERIES // 2:].all()
+
+
+def test_the_packages_documents_come_in_few_shapes():
+    """A chunk of every document; biases of the first pass and of the second."""
+    model = replace(real_width(context.TWO), global_kv_channels=256, canvas_length=context.CANVAS["transformer_engine"])
+    single = ParallelContext.single()
+    for rank in range(2):
+        of_two = replace(single, cp=Group("cp", 2, rank, None, (0, 1)))
+        suite = context.Suite(of_two, False, ["transformer_engine"], model, 0.0)
+        run = suite.run_of(model, 2, "transformer_engine", seq_length=4096, rows=2).with_values(self_conditioning_prob=1.0)
+        rows, chunks, biases = Rows(context.UNEQUAL["transformer_engine"], model.vocab_size), set(), set()
+        for step in range(3):
+            (inputs,) = context.inputs_of(run, of_two, rows, [2 * step, 2 * step + 1])
+            for plan in (layer.attention for tokens in (inputs.first_pass, inputs.second_pass) for layer in tokens.layers.values()):
+                chunks |= {document.chunk for document in plan.stationary.documents} if plan.stationary else set()
+                biases.add(tuple(plan.replicated.bias.shape))
+        assert (chunks, biases) == ({128}, {(64, 1024), (64, 768)})
 
 
 def test_no_model_is_kept_while_the_next_is_built(monkeypatch):

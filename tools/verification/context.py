@@ -1,12 +1,13 @@
 """Context parallelism over the ranks of a launched world against one device, in bf16 on GPUs: ours, and Transformer Engine's.
 
-Usage: torchrun --nproc-per-node 2 tools/verify.py context [--toy] [--without-package]
+Usage: torchrun --nproc-per-node 2 tools/verify.py context [--toy] [--impls local]
 
     one step         six layers of the released widths, a document of 4096 random tokens, its canvas decoded twice: loss and gradient of
                      ours with heads of 256 and 512, and of both with all heads of 256. Bytes are those that a rank sends for attention,
                      counted in the calls. One device's gradient is kept, all others are compared with it where they were added up
-    unequal lengths  50 steps of two layers on pairs of documents of 257 to 356 and of 3,971 to 4,056 tokens: losses and gradients stay
-                     finite; before them attention alone, where all keys of a rank are hidden from some queries (hidden_keys.py)
+    unequal lengths  50 steps of two layers on pairs of documents, of 257 to 4023 tokens by ours, of 84 to 512 by the package: losses and
+                     gradients stay finite; before them attention alone, where all keys of a rank are hidden from some queries
+                     (hidden_keys.py)
 
 The yardstick is one device with another attention kernel: how far rounding alone takes loss and gradient. --toy: toy widths in fp32 on CPU
 processes, without the package.
@@ -51,10 +52,11 @@ TWO = ["sliding", "full"]
 LOSS_LIMIT, LEAST_COSINE = 1e-3, 0.9999
 STEPS, LEARNING_RATE = 50, 1e-4
 # Prompt and response of the documents of unequal lengths, two a step; a response is filled up to whole canvases. The package's attention is
-# planned anew for every shape, for up to a second: the long ones are in chunks of one length, the short ones in chunks of another, and all
-# canvases are decoded twice.
-UNEQUAL = ((100, 20), (3715, 250), (1, 1), (3800, 100), (3730, 256), (60, 200))
-
+# planned anew for every shape, for one or two seconds: its documents are of 84 to 512 tokens, all in chunks of 128, those of up to 128
+# on one rank alone.
+UNEQUAL = {"local": ((3, 20), (3500, 500), (700, 30), (1, 1), (1800, 200), (2047, 1000)),
+           "transformer_engine": ((30, 20), (448, 60), (20, 1), (446, 64), (444, 10), (64, 33))}
+CANVAS = {"local": 256, "transformer_engine": 64}
 
 @dataclass(frozen=True)
 class Rows:
@@ -94,7 +96,7 @@ class Rows:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--toy", action="store_true", help="Toy widths in fp32, over CPU processes.")
-    parser.add_argument("--without-package", action="store_true", help="Leave Transformer Engine out.")
+    parser.add_argument("--impls", nargs="+", choices=tuple(UNEQUAL), default=list(UNEQUAL), help="Whose attention over ranks.")
     parser.add_argument("--num-layers", type=int, default=6, help="Layers of the one step; the last is full.")
     parser.add_argument("--num-experts", type=int, default=None, help="Experts of the one step, for less memory.")
     parser.add_argument("--parts", nargs="+", choices=("step", "lengths"), default=["step", "lengths"], help="What to run.")
@@ -107,7 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise SystemExit("context needs several processes: start it by torchrun --nproc-per-node 2")
     torch.set_num_threads(1)
     context = initialize(ParallelConfig(context_parallel_size=ranks), device="cpu" if arguments.toy else "cuda", timeout_minutes=2.0)
-    impls = ["local"] if arguments.toy or arguments.without_package else ["local", "transformer_engine"]
+    impls = ["local"] if arguments.toy else arguments.impls
     wide = (toy_width if arguments.toy else real_width)(["sliding"] * (arguments.num_layers - 1) + ["full"])
     wide = dataclasses.replace(wide, num_experts=arguments.num_experts or wide.num_experts)
     suite = Suite(context, arguments.toy, impls, wide, time.perf_counter())
@@ -197,7 +199,9 @@ class Suite:
     def steps(self) -> Iterator[Figure]:
         """Of heads as they are and all of one width, loss and gradient against one device."""
         narrow = dataclasses.replace(self.wide, global_kv_channels=self.wide.kv_channels)
-        for config, impls in ((self.wide, ["local"]), (narrow, self.impls)):
+        for config, impls in ((self.wide, [impl for impl in self.impls if impl == "local"]), (narrow, self.impls)):
+            if not impls:
+                continue
             name = f"heads {config.kv_channels}/{config.global_kv_channels}"
             alone, figures = self.alone(config, name, yardstick=config is narrow)
             yield from figures
@@ -266,13 +270,18 @@ class Suite:
     def train(self, impl: str) -> list[float]:
         """The loss of every step, NaN where the gradient is not finite."""
         wide = (toy_width if self.toy else real_width)(TWO)
-        config = dataclasses.replace(wide, global_kv_channels=wide.kv_channels, vocab_size=min(wide.vocab_size, 8192), num_experts=8,
-                                     moe_router_topk=2, hidden_size=min(wide.hidden_size, 1024))
-        documents = tuple((1 + prompt // 16, 1 + response // 16) for prompt, response in UNEQUAL) if self.toy else UNEQUAL
+        config = dataclasses.replace(wide, global_kv_channels=wide.kv_channels)
+        documents = UNEQUAL[impl]
+        if self.toy:
+            documents = tuple((1 + prompt // 16, 1 + response // 16) for prompt, response in documents)
+        else:
+            config = dataclasses.replace(config, canvas_length=CANVAS[impl])
         run = self.run_of(config, self.context.cp.size, impl, seq_length=1024 if self.toy else 4096, rows=2)
-        run = run.with_values(self_conditioning_prob=1.0)
+        if impl != "local":
+            run = run.with_values(self_conditioning_prob=1.0)  # fewer shapes
         release_memory(self.context.device)
         model = build_model(run, self.context, init=DeviceNormal(self.context.device))
+        calm(model)
         model.train()
         optimizer = MasterOptimizer(model, run.optimizer, self.context)
         rows = Rows(documents * (-(-2 * STEPS // len(documents))), config.vocab_size)
