@@ -83,7 +83,9 @@ def _taken(rows: Tensor, row: Tensor, is_partial: bool) -> Tensor:
 def _of_slots(x: Tensor, slot: Tensor, num_choices: int) -> Tensor:
     """x[slot[n] // k] for each row; without tokens every row is left over."""
     # shape[0], since len of a tensor takes as long as a small operation.
-    return x.index_select(0, slot // num_choices) if x.shape[0] else x.new_zeros(slot.shape[0], x.shape[1])
+    if not x.shape[0]:
+        return x.new_zeros(slot.shape[0], x.shape[1])
+    return x.index_select(0, slot if num_choices == 1 else slot // num_choices)
 
 
 class _Permute(PlainFunction):
