@@ -58,7 +58,7 @@ class Row:
 H200_ROWS = (
     Row("4 x 1024", 4, 1024, 2.5, 3.0), Row("1 x 4096", 1, 4096, 3.0, 4.0), Row("1 x 1024", 1, 1024, 3.0, 4.0),
     Row("1 x 4096, all canvases", 1, 4096, None, 2.5, all_canvases=True), Row("1 x 32768", 1, 32768),
-    Row("4 x 1024, mHC n = 4", 4, 1024, streams=4), Row("4 x 1024 with AdamW", 4, 1024, 2.0, optimizer=True))
+    Row("4 x 1024 with AdamW", 4, 1024, 2.0, optimizer=True), Row("4 x 1024, mHC n = 4", 4, 1024, streams=4))
 MHC_COST = 0.05  # the most that streams may add to a step
 
 
