@@ -123,16 +123,6 @@ def _read(partial, alpha, bias, x, u, pre, post, res, projected, root, weight_1,
 
 
 @triton.jit
-def _of_columns(values, COMBINED: tl.constexpr):
-    """Of n columns [TOKENS, STREAMS] their sums [TOKENS, 1], clamped or not."""
-    sums = ()
-    for j in tl.static_range(len(values)):
-        total = tl.sum(values[j], 1)[:, None]
-        sums = sums + (tl.maximum(total, EPSILON) if COMBINED else total,)
-    return sums
-
-
-@triton.jit
 def _total(values):
     """The sum of a tuple."""
     total = values[0]
@@ -142,12 +132,12 @@ def _total(values):
 
 
 @triton.jit
-def _one_over(sums):
-    """One over each of a tuple."""
-    out = ()
-    for j in tl.static_range(len(sums)):
-        out = out + (1 / sums[j],)
-    return out
+def _lane_sums(values):
+    """Of each of a tuple [TOKENS, STREAMS] the sum over the lanes of a token, in its shape."""
+    sums = ()
+    for j in tl.static_range(len(values)):
+        sums = sums + (tl.sum(values[j], 1)[:, None].broadcast_to(values[j].shape),)
+    return sums
 
 
 @triton.jit
@@ -160,51 +150,61 @@ def _times(values, others):
 
 
 @triton.jit
-def _same(value, n: tl.constexpr):
-    """n times the same."""
+def _scaled(values, factor):
+    """A tuple times a factor."""
     out = ()
-    for _ in tl.static_range(n):
-        out = out + (value,)
+    for j in tl.static_range(len(values)):
+        out = out + (values[j] * factor,)
     return out
 
 
 @triton.jit
-def _through_division(grad, alongs, sums):
-    """The gradient before each of a tuple was divided by its sum; a sum that was clamped is a constant."""
-    out, shares = (), _one_over(sums)
-    for j in tl.static_range(len(grad)):
-        out = out + ((grad[j] - tl.where(sums[j] > EPSILON, alongs[j], 0.0)) * shares[j],)
-    return out
+def _load_sums(kept, stride, n: tl.constexpr):
+    sums = ()
+    for j in tl.static_range(n + 1):
+        sums = sums + (tl.load(kept + j * stride),)
+    return sums
 
 
 @triton.jit
-def _backward_of_sinkhorn(start, grad, inside, n: tl.constexpr, ITERATIONS: tl.constexpr):
-    """The gradient of `start`, of which `grad` is that of the matrices after all rounds: n columns [TOKENS, STREAMS] each. The sums that
-    were divided by are kept on chip; the matrices between are made again from them, last to first."""
-    matrix, kept = start, ()
-    for _ in tl.static_range(ITERATIONS):
-        of_rows = tl.maximum(_total(matrix), EPSILON)
-        matrix = _times(matrix, _same(1 / of_rows, n))
-        of_columns = _of_columns(matrix, True)
-        matrix, kept = _times(matrix, _one_over(of_columns)), kept + ((of_rows, of_columns),)
-    for step in tl.static_range(ITERATIONS):
-        of_rows, of_columns = kept[ITERATIONS - 1 - step]
-        grad = _through_division(grad, _of_columns(_times(grad, matrix), False), of_columns)
-        matrix = _times(matrix, of_columns)
-        along, share = tl.where(inside & (of_rows > EPSILON), _total(_times(grad, matrix)), 0.0), 1 / of_rows
-        before = ()
+def _backward_of_sinkhorn(start, grad, inside, kept, stride, n: tl.constexpr, ITERATIONS: tl.constexpr):
+    """The gradient of `start`, of which `grad` is that of the matrices after all rounds: n columns [TOKENS, STREAMS] each. The matrices
+    between are made again, last to first, from the sums that were divided by: `kept`, of which a lane reads what it wrote, has those of
+    columns and then that of rows, `stride` numbers apart. They are read a round ahead."""
+    matrix = start
+    for _ in range(ITERATIONS):
+        of_row = tl.maximum(_total(matrix), EPSILON)
+        matrix, out, sums = _scaled(matrix, 1 / of_row), (), ()
+        sums = _lane_sums(matrix)
+        tl.store(kept + n * stride, of_row)
         for j in tl.static_range(n):
-            before = before + (tl.where(inside, (grad[j] - along) * share, 0.0),)  # fill would grow
-        grad, matrix = before, _times(matrix, _same(of_rows, n))
+            of_column = tl.maximum(sums[j], EPSILON)
+            tl.store(kept + j * stride, of_column)
+            out = out + (matrix[j] / of_column,)
+        matrix, kept = out, kept + (n + 1) * stride
+    kept -= (n + 1) * stride
+    sums = _load_sums(kept, stride, n)
+    for step in range(ITERATIONS):
+        kept -= tl.where(step + 1 < ITERATIONS, (n + 1) * stride, 0)
+        following, alongs, before, old = _load_sums(kept, stride, n), _lane_sums(_times(grad, matrix)), (), ()
+        for j in tl.static_range(n):
+            # A sum that was clamped is a constant.
+            before = before + ((grad[j] - tl.where(sums[j] > EPSILON, alongs[j], 0.0)) / sums[j],)
+            old = old + (matrix[j] * sums[j],)
+        along, share, grad = tl.where(sums[n] > EPSILON, _total(_times(before, old)), 0.0), 1 / sums[n], ()
+        for j in tl.static_range(n):
+            grad = grad + (tl.where(inside, (before[j] - along) * share, 0.0),)  # fill would grow
+        matrix, sums = _scaled(old, sums[n]), following
     return grad
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _mappings_backward(projected, root, alpha, bias, res, scale, dpre, dpost, dres, dprojected, rounded, mix, coefficient, partial,
+def _mappings_backward(projected, root, alpha, bias, res, scale, dpre, dpost, dres, dprojected, rounded, mix, coefficient, partial, kept,
                        num_rows, WIDTH: tl.constexpr, n: tl.constexpr, STREAMS: tl.constexpr, ITERATIONS: tl.constexpr,
                        PIECES: tl.constexpr, HAS_SCALE: tl.constexpr, TOKENS: tl.constexpr):
     """dprojected [PIECES, T, O], and `rounded` [T, O]; mix [T, n, n] = H_res * scale; coefficient [T] of -x in its gradient; partial
-    [programs, O + 3]: dbias, then dalpha. A matrix is n columns, a row a lane: sums of rows are a lane's own."""
+    [programs, O + 3]: dbias, then dalpha. A matrix is n columns, a row a lane: sums of rows are a lane's own. kept: room for
+    [ITERATIONS, n + 1] numbers of each lane of all programs."""
     OUTPUTS: tl.constexpr = n * n + 2 * n
     row, i = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.arange(0, STREAMS)
     in_rows, stride = row < num_rows, num_rows * OUTPUTS
@@ -239,7 +239,9 @@ def _mappings_backward(projected, root, alpha, bias, res, scale, dpre, dpost, dr
     start = ()
     for j in tl.static_range(n):
         start = start + (tl.where(inside, tl.exp(logits[j] - largest), 0.0),)
-    dhs, along = _times(_backward_of_sinkhorn(start, grads, inside, n, ITERATIONS), start), tl.zeros((TOKENS, STREAMS), tl.float32)
+    kept += row[:, None] * STREAMS + i[None, :]
+    grads = _backward_of_sinkhorn(start, grads, inside, kept, tl.num_programs(0) * (TOKENS * STREAMS), n, ITERATIONS)
+    dhs, along = _times(grads, start), tl.zeros((TOKENS, STREAMS), tl.float32)
     for j in tl.static_range(n):
         _store_gradient(dprojected, rounded, first + 2 * n + (i * n + j)[None, :], dhs[j] * factor * by_token, inside, stride, PIECES)
         tl.store(sums + 2 * n + i * n + j, tl.sum(dhs[j], 0), mask=i < n)
@@ -320,9 +322,10 @@ def mappings_backward(projected: Tensor, root: Tensor, alpha: Tensor, bias: Tens
     dprojected, coefficient = torch.empty(pieces, num_rows, outputs, dtype=of, device=root.device), root.new_empty(num_rows)
     mix, programs = root.new_empty(num_rows, n, n), triton.cdiv(num_rows, TOKENS)
     partial, rounded = root.new_empty(programs, outputs + 3), root.new_empty(num_rows, outputs) if pieces > 1 else None
+    kept = root.new_empty(iterations, n + 1, programs * TOKENS * next_power_of_2(n))
     if num_rows:
         _mappings_backward[(programs,)](
-            projected, root, alpha, bias, res, scale, dpre, dpost, dres, dprojected, rounded, mix, coefficient, partial, num_rows,
+            projected, root, alpha, bias, res, scale, dpre, dpost, dres, dprojected, rounded, mix, coefficient, partial, kept, num_rows,
             WIDTH=width, n=n, STREAMS=next_power_of_2(n), ITERATIONS=iterations, PIECES=pieces, HAS_SCALE=scale is not None,
             TOKENS=TOKENS, num_warps=1)
     return MappingGradients(dprojected, rounded, coefficient, mix, partial)
