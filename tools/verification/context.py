@@ -6,8 +6,7 @@ Usage: torchrun --nproc-per-node 2 tools/verify.py context [--toy] [--impls loca
                      ours with heads of 256 and 512, and of both with all heads of 256. Bytes are those that a rank sends for attention,
                      counted in the calls. One device's gradient is kept, all others are compared with it where they were added up
     unequal lengths  50 steps of two layers on pairs of documents, of 257 to 4023 tokens by ours, of 84 to 512 by the package: losses and
-                     gradients stay finite; before them attention alone, where all keys of a rank are hidden from some queries
-                     (hidden_keys.py)
+                     gradients stay finite; then attention alone, where all keys of a rank are hidden from some queries (hidden_keys.py)
 
 The yardstick is one device with another attention kernel: how far rounding alone takes loss and gradient. --toy: toy widths in fp32 on CPU
 processes, without the package.
@@ -256,16 +255,16 @@ class Suite:
         gradients.buckets.release()
 
     def unequal_lengths(self) -> Iterator[Figure]:
-        """Of each way: how far attention is off where a rank's keys are hidden, and steps that are not finite, of 50."""
+        """Of each way: steps that are not finite, of 50, and how far attention is off where a rank's keys are hidden."""
         dtype, limit, head_dim = (torch.float32, 1e-5, 16) if self.toy else (torch.bfloat16, 2e-2, 256)
         for impl in reversed(self.impls):
-            error = largest_error(impl, self.context.cp, self.context.device, dtype, head_dim)
-            self.say(f"{impl}: off by {error:.2e} where a rank's keys are hidden")
-            yield Figure(f"{impl}: canvas attention where a rank's keys are hidden", error, limit, "output and gradients, of their norms")
             losses = self.train(impl)
             bad = sum(not math.isfinite(loss) for loss in losses)
             yield Figure(f"{impl}: steps on unequal lengths that are not finite", bad, 0,
                          f"of {len(losses)}; loss {losses[0]:.4f} to {losses[-1]:.4f}")
+            error = largest_error(impl, self.context.cp, self.context.device, dtype, head_dim)
+            self.say(f"{impl}: off by {error:.2e} where a rank's keys are hidden")
+            yield Figure(f"{impl}: canvas attention where a rank's keys are hidden", error, limit, "output and gradients, of their norms")
 
     def train(self, impl: str) -> list[float]:
         """The loss of every step, NaN where the gradient is not finite."""
