@@ -12,10 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import next_power_of_2
+from .launch import has_large_shared_memory, next_power_of_2
 
 # Of a tile; STEPS of them, one after the other, are a program: the columns of a token are so shared by several.
-ROWS, COLUMNS, STEPS, WARPS, STAGES = 128, 32, 7, 8, 3
+COLUMNS, STEPS = 32, 7
+LARGE, SMALL = (128, 8, 3), (64, 4, 1)  # rows, warps, stages: 188 KB of shared memory; and for fp32 or where there is little of it
 
 
 @triton.jit
@@ -124,8 +125,9 @@ def _launch(x: Tensor, y: Tensor | None, post: Tensor | None, res: Tensor | None
         if pieces > 1:
             factor = torch.empty(pieces, outputs, width, dtype=of, device=x.device)
             _split[(triton.cdiv(weight.numel(), 1024),)](weight, factor, weight.numel(), PIECES=pieces, BLOCK=1024, num_warps=4)
-        _project[(splits, triton.cdiv(num_rows, ROWS))](
+        rows, warps, stages = LARGE if x.dtype == torch.bfloat16 and has_large_shared_memory(x.device) else SMALL
+        _project[(splits, triton.cdiv(num_rows, rows))](
             x, y, post, res, scale, new, factor, partial, num_rows, HIDDEN=hidden, n=n, STREAMS=next_power_of_2(n), OUTPUTS=outputs,
-            PADDED=max(16, next_power_of_2(outputs)), PIECES=pieces, HAS_SCALE=scale is not None, MERGES=new is not None, ROWS=ROWS,
-            COLUMNS=COLUMNS, STEPS=steps, STAGES=STAGES, num_warps=WARPS)
+            PADDED=max(16, next_power_of_2(outputs)), PIECES=pieces, HAS_SCALE=scale is not None, MERGES=new is not None, ROWS=rows,
+            COLUMNS=COLUMNS, STEPS=steps, STAGES=stages, num_warps=warps)
     return partial

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .hyper_connection_mappings import MappingGradients, Norms
 from .hyper_connection_projection import rounded_to_tf32
-from .launch import next_power_of_2, persistent_programs
+from .launch import has_large_shared_memory, next_power_of_2, persistent_programs
 from .rms_norm import sum_partials
 
 COLUMNS = 1024  # of each stream that a program of 4 warps holds: 8 numbers a thread, 16 bytes of bf16
@@ -24,7 +24,8 @@ LANES, NUMBERS = 32, 8  # 87 registers a thread
 SUMS = 1024  # that a program adds up
 # Of `_read_backward`: tokens, columns of each stream, warps. Three programs of 164 registers fit a processor, each with 36 KB on the way.
 # On an H200, 5,120 tokens of 4 x 2816, with `_weight_gradient`: 0.212 ms; 64 x 16 0.263, 128 x 32 with 8 warps 0.270.
-ROWS, TILE_COLUMNS, SPLITS, WARPS, STAGES = 64, 32, 3, 8, 3  # of `_read_backward`: 264 programs for 4 x 2816 columns, one a processor
+ROWS, TILE_COLUMNS, SPLITS, WARPS = 64, 32, 3, 8  # of `_read_backward`: 264 programs for 4 x 2816 columns, one a processor
+STAGES = 3  # of its loop: 174 KB of shared memory; one for fp32, and where there is less
 
 
 @triton.jit
@@ -301,10 +302,11 @@ def read_backward(x: Tensor, weight: Tensor, pre: Tensor, through: MappingGradie
     (num_rows, width), n, outputs = x.shape, pre.shape[1], len(weight)
     (pieces, num_live, _), hidden, dx = through.projected.shape, width // n, torch.empty_like(x)
     partial = torch.empty(SPLITS, outputs, width, dtype=torch.float32, device=x.device)
+    stages = STAGES if x.dtype == torch.bfloat16 and has_large_shared_memory(x.device) else 1
     _read_backward[(triton.cdiv(hidden, TILE_COLUMNS), SPLITS)](
         x, weight, pre, through.mix, through.projected, through.rounded, through.coefficient, du, grad, dx, partial, num_rows, num_live,
         triton.cdiv(num_live, ROWS * SPLITS), HIDDEN=hidden, n=n, STREAMS=next_power_of_2(n), OUTPUTS=outputs,
-        PADDED=max(16, next_power_of_2(outputs)), PIECES=pieces, ROWS=ROWS, COLUMNS=TILE_COLUMNS, STAGES=STAGES, num_warps=WARPS)
+        PADDED=max(16, next_power_of_2(outputs)), PIECES=pieces, ROWS=ROWS, COLUMNS=TILE_COLUMNS, STAGES=stages, num_warps=WARPS)
     dweight, dalpha, dbias = torch.empty_like(weight), weight.new_empty(3), weight.new_empty(outputs)
     _add_up[(triton.cdiv(weight.numel(), SUMS) + 1,)](
         partial, dweight, through.partial, dbias, dalpha, len(through.partial), SIZE=weight.numel(), SPLITS=SPLITS, OUTPUTS=outputs,

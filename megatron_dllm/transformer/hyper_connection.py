@@ -29,6 +29,7 @@ from .precision import accumulation_dtype, at_least_fp32
 from .recompute import Recompute
 from .residual import before_feed_forward
 
+MOST_STREAMS = 4  # that kernels take: a tile of more, with what multiplies it, does not fit a processor
 EPSILON = 1e-6  # beside the norm of x, and the least denominator of Sinkhorn's rounds
 
 
@@ -119,7 +120,8 @@ class HyperConnection(nn.Module):
                     num_live: int | None = None) -> tuple[tuple[Tensor, ...], Tensor, Mix]:
         """`read`, with norms of u in the place of u: on CUDA the same kernels make them, forwards and backwards."""
         streams, projection = x if isinstance(x, Streams) else (x, None)
-        if not (norms.function is rms_norm and takes(streams, self.weight, *norms.weights) and self.hidden_size <= WIDEST_ROW):
+        takes_all = by_kernels(self.num_streams, streams, self.weight, *norms.weights) and self.hidden_size <= WIDEST_ROW
+        if norms.function is not rms_norm or not takes_all:
             u, streams, mix = self.read(x, chain, scale, num_live)
             return norms.of(u), streams, mix
         *normed, streams, post, res = _ReadNormed.apply(
@@ -131,6 +133,11 @@ class HyperConnection(nn.Module):
         """(H_res x + H_post^T y) * scale [T, nC], for the x that `read` gave and y [T, C]; Streams for a `reader`, who reads them next."""
         new, projection = _Write.apply(x, y, mix, mix.post, mix.res, chain, None if reader is None else reader.weight.detach())
         return new if reader is None else Streams(new, projection)
+
+
+def by_kernels(num_streams: int, *tensors: Tensor) -> bool:
+    """Whether kernels take `tensors` of so many streams: all functions of a connection, or none."""
+    return num_streams <= MOST_STREAMS and takes(*tensors)
 
 
 def expand_streams(x: Tensor, num_streams: int) -> Tensor:
@@ -258,7 +265,7 @@ def stream_chains(recompute: Recompute) -> Iterator[StreamChain | None]:
 
 def mixed(x: Tensor, y: Tensor, post: Tensor, res: Tensor, scale: Tensor | None) -> Tensor:
     """(H_res x + H_post^T y) * scale, computed in at least fp32."""
-    if takes(x, y):
+    if by_kernels(post.shape[1], x, y):
         from ..kernels import hyper_connection_streams as kernel  # Triton is there with CUDA alone
 
         return kernel.merge(x.contiguous(), y.contiguous(), post, res, scale)
@@ -274,7 +281,7 @@ def mixed_in_torch(x: Tensor, y: Tensor, post: Tensor, res: Tensor, scale: Tenso
 
 def mixed_and_projected(x: Tensor, y: Tensor, mix: Mix, weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """`mixed`, and what `weight` projects it to where kernels run and it is given."""
-    if weight is not None and takes(x, y, weight):
+    if weight is not None and by_kernels(mix.post.shape[1], x, y, weight):
         from ..kernels import hyper_connection_projection as kernel
 
         return kernel.merge_and_project(x.contiguous(), y.contiguous(), mix.post, mix.res, mix.scale, weight)
@@ -285,7 +292,7 @@ def mixed_backward(x: Tensor, y: Tensor, post: Tensor, scale: Tensor | None, gra
                    num_live: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of y, post and res, from that of `mixed`'s result; that of x is part of `read_backward`. Rows of `grad` from
     `num_live` on (None: none) are zero; of those the gradients of post and res are anything."""
-    if takes(x, y):
+    if by_kernels(post.shape[1], x, y):
         from ..kernels import hyper_connection_streams as kernel
 
         num_live = len(x) if num_live is None else num_live
@@ -328,7 +335,7 @@ class Mapped(NamedTuple):
 
 def read(x: Tensor, weights: Weights, projection: Tensor | None = None) -> tuple[Tensor, Mapped]:
     """u = H_pre x, [T, C]; `projection`: what kernels project x to, if that is there already."""
-    if takes(x, weights.weight):
+    if by_kernels(weights.num_streams, x, weights.weight):
         from ..kernels import hyper_connection_mappings, hyper_connection_projection
 
         x, w = x.contiguous(), weights
@@ -353,7 +360,7 @@ def read_backward(x: Tensor, weights: Weights, mapped: Mapped, du: Tensor, grad:
                   dres: Tensor, num_live: int | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of x, weight, alpha and bias, from those of what `read` gives and from `grad` [T, nC], that of the streams which were
     written to x with H_res and `scale`. Rows from `num_live` on (None: none) have gradients of zero, and are not read."""
-    if takes(x, weights.weight):
+    if by_kernels(weights.num_streams, x, weights.weight):
         from ..kernels import hyper_connection_streams
 
         x, du = x.contiguous(), du.contiguous()

@@ -8,6 +8,7 @@ import torch
 from megatron_dllm.config import PRESETS
 from megatron_dllm.parallel import ParallelContext
 from megatron_dllm.tensor_parallel.initialization import Initializer
+from megatron_dllm.transformer import hyper_connection
 from megatron_dllm.transformer.hyper_connection import (
     HyperConnection,
     StreamChain,
@@ -229,6 +230,11 @@ def test_stream_chains():
     assert groups(parts=frozenset(["mhc"]), mhc_layers=2) == [0, 0, 2, 2, 4]
     with torch.no_grad():
         assert groups(parts=frozenset(["mhc"])) == [None] * 5
+
+
+def test_kernels_take_a_few_streams(monkeypatch):
+    monkeypatch.setattr(hyper_connection, "takes", lambda *tensors: True)
+    assert hyper_connection.by_kernels(hyper_connection.MOST_STREAMS) and not hyper_connection.by_kernels(hyper_connection.MOST_STREAMS + 1)
 
 
 def test_export_is_refused():
