@@ -340,7 +340,7 @@ def inward(dlow: Tensor, a: Sequence[Tensor], x: Tensor, scale: float, *, wants_
     if num_programs:
         _inward[(triton.cdiv(depth, columns), num_chunks)](
             dlow, *_three(a), x, dx, da, num_programs, num_live, chunk, depth, x.stride(0), dlow.stride(0), scale, MATRICES=len(a),
-            RANKS=ranks, ROWS=rows, COLUMNS=columns, INNER=_columns(ranks), STAGES=4, PRECISION=_precision(x))
+            RANKS=ranks, ROWS=rows, COLUMNS=columns, INNER=_columns(ranks), STAGES=2 if x.itemsize == 4 else 4, PRECISION=_precision(x))
     return dx, da
 
 

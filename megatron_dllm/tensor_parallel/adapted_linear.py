@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import Parameter
 
-from megatron_dllm.kernels.launch import takes
+from megatron_dllm.kernels.launch import has_large_shared_memory, takes
 from megatron_dllm.parallel import MainGradient
 
 from .live_rows import add_input_gradient, input_gradient
@@ -39,17 +39,18 @@ def adapted_linear(x: Tensor, weights: Sequence[Tensor], factors: Sequence[Facto
     assert all(each.scale == scale for each in factors) and not any(weight.requires_grad for weight in weights)
     a, b = [each.a for each in factors], [each.b for each in factors]
     flat_weights = [weight.flatten(0, -2) for weight in weights]
-    if takes(x, *weights, *a, *b) and _suits_kernels(a, b):
+    if takes(x, *weights, *a, *b) and _suits_kernels(x, a, b):
         flat = by_kernels(x, flat_weights, a, b, scale, num_live)
     else:
         flat = _AdaptedLinear.apply(x, scale, num_live, len(weights), *flat_weights, *(each.flatten(0, -2) for each in a), *b)
     return tuple(y.unflatten(1, weight.shape[:-1]) for y, weight in zip(flat, weights, strict=True))
 
 
-def _suits_kernels(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
+def _suits_kernels(x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
+    """Of CUDA tensors: whether the kernels fit the device, and are faster than torch's products."""
     from megatron_dllm.kernels import low_rank  # Triton is there with CUDA alone
 
-    return low_rank.suits(a, b)
+    return x.itemsize == 2 and has_large_shared_memory(x.device) and low_rank.suits(a, b)
 
 
 class _AdaptedLinear(torch.autograd.Function):
