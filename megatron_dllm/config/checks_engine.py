@@ -5,7 +5,7 @@ from megatron_dllm.config.check import Fault, check
 LOCAL = {"transformer_impl": "local", "fp8_format": None, "moe_grouped_gemm_backend": "local", "attention_backend": "local",
          "rotary_backend": "local", "cross_entropy_fusion_impl": "native"}
 OUR_ATTENTION = {"attention_backend": "local"}
-WIDEST_HEAD = 256  # of its attention, as transformer.packed_attention has it
+WIDEST_HEAD = 256  # of its attention on sm_90
 FP8_MULTIPLE = 16  # an FP8 product reads both matrices along both of their sides in pieces of 16 bytes
 
 

@@ -131,7 +131,6 @@ NEEDS = (
     Needs(("freeze_router",), "weights that are trained (--lora-rank freezes all)", lambda run: run.lora.lora_rank is None),
     Needs(("moe_router_bias_update_rate",), "--moe-router-enable-expert-bias", lambda run: run.moe.moe_router_enable_expert_bias),
     Needs(("cuda_graph_limit", "cuda_graph_token_multiple"), "--cuda-graph-impl local", lambda run: run.training.cuda_graph_impl != "none"),
-    Needs(("moe_grouped_gemm",), "--bf16", lambda run: run.training.bf16),
     Needs(("fp8_format", "moe_grouped_gemm_backend", "attention_backend", "rotary_backend", "cross_entropy_fusion_impl"),
           "--transformer-impl transformer_engine", lambda run: run.training.transformer_impl == "transformer_engine"),
     Needs(("fp8_recipe",), "--fp8-format", lambda run: run.training.fp8_format is not None),

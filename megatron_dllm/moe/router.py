@@ -18,6 +18,9 @@ from ..transformer.plain_function import PlainFunction
 from ..transformer.precision import accumulation_dtype, at_least_fp32
 from .balance import ExpertBias
 
+# That kernels multiply by: the backward holds a tile with all of them, 224 of an H200's 227 KiB for a weight in three parts.
+MOST_MULTIPLIED = 128
+
 
 @dataclass(frozen=True)
 class Routing:
@@ -42,7 +45,8 @@ class Router(nn.Module):
         super().__init__()
         self.bias = ExpertBias(config.num_experts, bias_rate, accumulation_dtype(dtype), context) if bias_rate else None
         self.topk, self.eps, self.root = config.moe_router_topk, config.norm_epsilon, config.hidden_size ** -0.5
-        self.adapter, self.multiplies_by_kernel = unadapted, has_large_shared_memory(context.device)
+        self.adapter = unadapted
+        self.multiplies_by_kernel = config.num_experts <= MOST_MULTIPLIED and has_large_shared_memory(context.device)
         held = accumulation_dtype(dtype)
 
         def parameter(which: str, shape: tuple[int, ...], how: Init) -> nn.Parameter:

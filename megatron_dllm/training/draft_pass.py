@@ -80,7 +80,8 @@ def _more_work_apart(model: ModelConfig, sizes: PassSizes, share: Share) -> floa
 
 
 def drafts_apart(run: RunConfig, plan: BatchPlan, number: int, *, on_gpu: bool) -> bool:
-    """The order of passes of every rank's microbatch `number`, by the slowest: ranks that share experts have to agree."""
+    """The order of passes of every rank's microbatch `number`: ranks that share experts have to agree, so `apart` is taken where every rank
+    that has drafts gains by it. What ranks send each other is not weighed: `apart` is one dispatch more forward and one less back."""
     parallel = run.parallel
     if run.training.draft_pass != "auto":
         return run.training.draft_pass == "apart"

@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..config import ModelConfig, TrainingConfig
+from ..config.checks_engine import WIDEST_HEAD
 from .rows import Rows
 from .visibility import CLEAN, Visibility
 
-WIDEST_HEAD = 256  # of that package's attention on sm_90
 LENGTH_MULTIPLE = 128  # of the longest lengths, so that it is told fewer different ones
 
 

@@ -27,6 +27,9 @@ def _attention(package: ModuleType, heads: int, groups: int, head_dim: int, caus
         heads, head_dim, num_gqa_groups=groups, attention_dropout=0.0, qkv_format="thd", softmax_scale=1.0,
         attn_mask_type="padding_causal" if causal else "padding", attention_type="self" if causal else "cross",
         window_size=None if window is None else (window - 1, 0))
+    if not isinstance(getattr(module, "unfused_attention", None), nn.Module):  # another version may name it otherwise
+        raise ValueError("--attention-backend transformer_engine: this version of the package does not say what it takes where it has no "
+                         "kernel, which would hold all scores; set --attention-backend local")
     module.unfused_attention = _Quadratic()
     return module
 

@@ -137,7 +137,7 @@ class DotProductAttention(nn.Module):
         assert (attn_mask_type, attention_type) in (("padding_causal", "self"), ("padding", "cross"))
         assert window_size is None or (attention_type == "self" and window_size[1] == 0)
         self.sizes, self.causal, self.window = (heads, num_gqa_groups, head_dim), attention_type == "self", window_size
-        self.unfused_attention = None
+        self.unfused_attention = nn.Identity()
 
     def forward(self, query, key, value, *, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv):
         assert (query.shape[1], key.shape[1], query.shape[2]) == self.sizes and all(x.is_contiguous() for x in (query, key, value))

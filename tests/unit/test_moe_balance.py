@@ -186,3 +186,10 @@ def test_passes_are_added_up_in_a_long_run(monkeypatch):
     figures = monitor.drain()["layers.0"]
     assert figures.load[0, 1] == 7 and torch.equal(figures.num_tokens, 7 * tokens.num_tokens)
     assert torch.allclose(figures.losses, 7 * tokens.totals)
+
+
+@pytest.mark.parametrize(("experts", "by_kernel"), [(128, True), (129, False)])
+def test_a_router_of_more_experts_than_fit_on_chip_is_multiplied_by_torch(monkeypatch, experts, by_kernel):
+    monkeypatch.setattr(router_module, "has_large_shared_memory", lambda device: True)
+    config = dataclasses.replace(CONFIG, num_experts=experts)
+    assert Router("r", config, context=SINGLE, init=Initializer(7, 0.5), dtype=torch.float32).multiplies_by_kernel == by_kernel

@@ -17,6 +17,7 @@ from megatron_dllm.transformer.packed_attention import packed_plan, packed_types
 from megatron_dllm.transformer.rotary import inverse_frequencies, norm_and_rotate_pair, rotary_table
 from megatron_dllm.transformer.visibility import CLEAN, Visibility
 from megatron_dllm.transformer_engine import Engine, choices, install, load_engine
+from megatron_dllm.transformer_engine import attention as engine_attention
 from megatron_dllm.transformer_engine.cross_entropy import engine_cross_entropy
 from megatron_dllm.transformer_engine.rotary import EngineRotary
 from tests.unit.fake_transformer_engine import State, install_fake
@@ -106,6 +107,18 @@ def test_what_the_package_has_no_kernel_for_is_refused(package):
     wide = numbers(4, 2, 512)
     with pytest.raises(ValueError, match=r"queries \(4, 2, 512\) .* would hold all scores; set --attention-backend local"):
         packed_plan(visibility_of([4], []), None, CPU).attend(wide, wide, wide)
+
+
+def test_a_package_that_hides_what_it_takes_without_a_kernel_is_refused(package, monkeypatch):
+    init = package.DotProductAttention.__init__
+
+    def without(self, *sizes, **options):
+        init(self, *sizes, **options)
+        del self.unfused_attention
+
+    monkeypatch.setattr(package.DotProductAttention, "__init__", without)
+    with pytest.raises(ValueError, match="would hold all scores; set --attention-backend local"):
+        engine_attention._attention.__wrapped__(package, 4, 2, 16, True, None)
 
 
 @pytest.mark.parametrize(("head_dim", "fraction"), [(16, 1.0), (32, 0.25)])
