@@ -165,8 +165,7 @@ class _NormHeads(torch.autograd.Function):
         programs, strides, shape = _launch(query, key, value)
         if len(query):
             _backward[programs](query, key, value, *others, *douts, *[None] * (5 - len(douts)), dx, len(query), ctx.num_live, *strides,
-                                dx.stride(0),
-                                **shape)
+                                dx.stride(0), **shape)
         dquery, dkey, dvalue = dx.split([heads, groups, num_values], 1)
         return dquery, dkey, None if value is None else dvalue, *[None] * 8
 

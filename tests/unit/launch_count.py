@@ -99,6 +99,12 @@ def count_kernels_as_launches(counter: LaunchCounter, monkeypatch: pytest.Monkey
     for place in (norms, attention, model):
         monkeypatch.setattr(place, "rms_norm", plain_norm)
     monkeypatch.setattr(rotary, "rms_norm", rms_norm)
+
+    def beside(self: norms.RMSNorm, x: Tensor, num_live: int | None = None) -> tuple[Tensor, Tensor]:
+        return as_kernel(counter, lambda x, weight: (rms_norm(x, weight, self.eps), x), "rms_norm beside", 2)(x, self.weight)
+
+    monkeypatch.setattr(norms.RMSNorm, "beside", beside)
+    # As a GPU does it for trained weights; for frozen ones it has one kernel.
     monkeypatch.setattr(attention, "norm_heads", lambda query, key, value, *others: (
         *rotary.norm_and_rotate_pair(query, key, *others), plain_norm(value, None, others[-1])))
     for place, name, num_backward in (
