@@ -134,6 +134,8 @@ NEEDS = (
     Needs(("fp8_format", "moe_grouped_gemm_backend", "attention_backend", "rotary_backend", "cross_entropy_fusion_impl"),
           "--transformer-impl transformer_engine", lambda run: run.training.transformer_impl == "transformer_engine"),
     Needs(("fp8_recipe",), "--fp8-format", lambda run: run.training.fp8_format is not None),
+    Needs(("draft_pass",), "canvases that are decoded twice (--self-conditioning-prob)",
+          lambda run: run.objective.objective != "ar" and run.objective.self_conditioning_prob > 0),
     Needs(("profile_step_start", "profile_step_end"), "--profile", lambda run: run.training.profile),
     Needs(("lr_decay_iters", "min_lr"), "an --lr-decay-style that decays", lambda run: run.optimizer.lr_decay_style != "constant"),
     Needs(("lr_wsd_decay_iters", "lr_wsd_decay_style"), "--lr-decay-style WSD", lambda run: run.optimizer.lr_decay_style == "WSD"),

@@ -243,6 +243,7 @@ CONDITIONS = {
     "--enable-mhc-connections": ({}, {"enable_mhc_connections": True}),
     "mhc among --recompute-modules": ({}, {"recompute_modules": ("mhc",)}),
     "--profile": ({}, {"profile": True}),
+    "canvases that are decoded twice (--self-conditioning-prob)": ({"self_conditioning_prob": 0.0}, {"self_conditioning_prob": 0.5}),
     "an --lr-decay-style that decays": ({"lr_decay_style": "constant"}, {"lr_decay_style": "linear"}),
     "--lr-decay-style WSD": ({}, {"lr_decay_style": "WSD"}),
     "--use-distributed-optimizer": ({}, {"use_distributed_optimizer": True}),

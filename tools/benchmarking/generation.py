@@ -1,8 +1,9 @@
 """A denoising step of generation, sampling included, beside transformers' generate: real widths, random weights shared by both.
 
 The time of a step is the difference of a run of many steps and one of few, so that encoding the prompt drops out; of each the median of
-some runs, after one that is not counted. With random weights no canvas settles before its last step; both sides' steps are counted, and
-another number is an error. Every run is a new session; what is recorded or compiled for the first one serves the others, on both sides.
+some runs, after one that is not counted. With random weights no canvas settles before its last step; both sides' steps are counted
+(theirs where nothing is compiled), and another number is an error. Every run is a new session; what is recorded or compiled for the first
+one serves the others, on both sides.
 """
 from __future__ import annotations
 
@@ -10,12 +11,14 @@ import argparse
 import signal
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import FrameType
 
 import torch
+from torch._dynamo.exc import TorchDynamoException
 from transformers.models.diffusion_gemma.modeling_diffusion_gemma import DiffusionGemmaForBlockDiffusion
 
 from megatron_dllm.config import GenerationConfig
@@ -70,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             with _at_most(end - time.monotonic()):
                 peer = _their_step(pair, prompt, {"cache_implementation": "static"})
-        except (TimeoutError, RuntimeError) as error:  # compilation's errors are RuntimeErrors
+        except (TimeoutError, TorchDynamoException) as error:
             print(f"{_name(layers, prompt, 'static')} not measured: {_why(error, arguments.static_cache_limit)}", flush=True)
             continue
         missed += _print_line(_name(layers, prompt, "static"), ours[batch], peer, STATIC_AIM)
@@ -170,4 +173,16 @@ def _ours(model: DiffusionGemma, session: Callable[[int, int], Denoiser], prompt
 
 @torch.no_grad()
 def _theirs(model, prompt: torch.Tensor, canvas_length: int, asked: dict[str, str], steps: int) -> None:
-    model.generate(prompt, max_new_tokens=canvas_length, max_denoising_steps=steps, eos_token_id=1, pad_token_id=0, **asked)
+    with _count_calls(model.model.decoder, is_compiled=bool(asked)) as calls:
+        model.generate(prompt, max_new_tokens=canvas_length, max_denoising_steps=steps, eos_token_id=1, pad_token_id=0, **asked)
+    assert calls.total() in (0, steps), f"a canvas of theirs settled after {calls.total()} of {steps} steps"
+
+
+@contextmanager
+def _count_calls(module: torch.nn.Module, *, is_compiled: bool) -> Iterator[Counter[str]]:
+    """Of its forward; none where a hook would be compiled with it."""
+    calls: Counter[str] = Counter()
+    hook = None if is_compiled else module.register_forward_pre_hook(lambda *_: calls.update(["forward"]))
+    yield calls
+    if hook is not None:
+        hook.remove()

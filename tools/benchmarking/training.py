@@ -129,8 +129,12 @@ class Line:
                     f"{self.gradients}")
         verdict = "losses differ" if not self.agrees else "" if self.holds else "missed"
         return (f"{start} {self.theirs.median:9.1f} {self.theirs.median / self.ours.median:6.2f} {self.aim:5.2f} {mfu:>5} "
-                f"{self.ours.peak_gib:9.1f} {self.theirs.peak_gib:9.1f} {self.ours.value:10.4f} {self.theirs.value:10.4f} "
+                f"{_gib(self.ours)} {_gib(self.theirs)} {self.ours.value:10.4f} {self.theirs.value:10.4f} "
                 f"{self.gradients} {verdict}")
+
+
+def _gib(timing: Timing) -> str:
+    return f"{'-' if math.isnan(timing.peak_gib) else f'{timing.peak_gib:.1f}':>9}"
 
 
 def _run_row(row: Row, config: ModelConfig, device: torch.device, dtype: torch.dtype, arguments: argparse.Namespace) -> list[Line]:
@@ -171,10 +175,12 @@ def _beside_no_streams(row: Row, config: ModelConfig, device: torch.device, dtyp
     """The step with mHC's streams beside the same without, which as initialised are one function: in turn, both in memory, since what they
     differ by is less than what a GPU's clock does to a step in a few minutes."""
     with_streams = dataclasses.replace(config, enable_mhc_connections=True, mhc_num_residual_streams=row.streams)
+    # What is held is of both, and so is said of neither.
     models = [calm_model(each, device, dtype) for each in (with_streams, config)]
     workload = synthetic(config, row.batch, row.seq_length, device, objective=objective)
     with _step(row, models[0], workload) as ours, _step(row, models[1], workload) as plain:
-        timings = measure_in_turn((ours, plain), device, warmup=3, repeats=3 * arguments.repeats)
+        measured = measure_in_turn((ours, plain), device, warmup=3, repeats=3 * arguments.repeats)
+        timings = [dataclasses.replace(timing, peak_gib=math.nan) for timing in measured]
         if arguments.kernels and device.type == "cuda":
             print(f"{row.name}\n{kernel_table(ours, arguments.kernels)}", flush=True)
     own = gradient_dtypes(models[0].parameters())
