@@ -38,11 +38,6 @@ class Pieces:
         table = torch.tensor([[*addresses(row), row[0].numel()] for row in rows])
         return cls(tuple(map(tuple, rows)), _upload(table, device), _upload(torch.stack([piece, within], 1).int(), device))
 
-    @property
-    def lies_at(self) -> list[int]:
-        """The addresses, piece by piece."""
-        return [address for row in self.rows for address in addresses(row)]
-
 
 def addresses(tensors: Sequence[Tensor]) -> list[int]:
     """Of their first elements."""

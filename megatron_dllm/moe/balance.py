@@ -225,7 +225,8 @@ class _Passes:
 
 @dataclass
 class RoutingMonitor:
-    """Adds up every layer's figures, on the device, until they are asked for. Safe to use from several threads."""
+    """Adds up every layer's figures, on the device, until they are asked for. Several threads may note at once (recomputes in a backward
+    do), but none while another drains."""
 
     _by_layer: dict[str, RoutingFigures] = field(default_factory=dict)
     _pages: list[_Page] = field(default_factory=list)
