@@ -40,15 +40,15 @@ def _finish(h, a, rows, row, choice_weights, weight_a, weight_b, weight, scalar,
 
 
 def finish_layer(h: Tensor, a: Tensor, rows: Tensor, row: Tensor, choice_weights: Tensor, weight_a: Tensor, weight_b: Tensor,
-                 weight: Tensor, scalar: Tensor, next_weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+                 weight: Tensor, scalar: Tensor, next_weight: Tensor, eps: float, *, early: bool = True) -> tuple[Tensor, Tensor]:
     """(y, n(y) * next_weight) with y = (h + n(n(a) * weight_a + n(b) * weight_b) * weight) * scalar; h, a, y [T, W].
 
-    b [T, W] is the sum over choices of choice_weights[t, c] * rows[row[t, c]], rows [N, W]; scalar []. Right after the kernel that makes
-    `rows`.
+    b [T, W] is the sum over choices of choice_weights[t, c] * rows[row[t, c]], rows [N, W]; scalar []. `early`: right after the kernel
+    that makes `rows`, and waiting for nothing else.
     """
     y, normed = torch.empty_like(h), torch.empty_like(h)
     if len(h):
         _finish[(len(h),)](h, a, rows, row, choice_weights, weight_a, weight_b, weight, scalar, next_weight, y, normed, eps,
                            CHOICES=row.shape[1], WIDTH=h.shape[1], COLUMNS=next_power_of_2(h.shape[1]), num_warps=WARPS,
-                           **dependent(h.device))
+                           **dependent(h.device, early=early))
     return y, normed

@@ -6,8 +6,8 @@ A layer, beside what TransformerBlock computes:
     one product for queries, keys and values, whose weights are copied side by side
     one kernel from there to the cache; attention over the cache
     the router's product by matrix units, and its choices from there
-    the dense MLP of few tokens in the experts' launches, which wait for memory; beside that of many the router and the sorting of rows,
-        which do not fill the device, on a stream of their own that it prefers
+    the dense MLP of few tokens in the experts' launches, which wait for memory; that of many on a stream of its own, beside the router,
+        the sorting of rows and the experts
     kernels that wait for one other launched before that has ended
     one kernel for the sum over a token's experts, the norms after it, and the norm that the next layer begins with
 """
@@ -66,7 +66,7 @@ class DecodeStack:
         device = final_norm.device
         self.layers = [DecodeLayer(block) for block in blocks]
         self.next_norms = [*(block.input_layernorm.weight for block in blocks[1:]), final_norm]
-        self.beside = Beside(torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None)
+        self.beside = Beside(torch.cuda.Stream(device) if device.type == "cuda" else None)
 
     def __call__(self, x: Tensor, token_pass: TokenPass, caches: Mapping[int, KeyCache]) -> Tensor:
         first = self.layers[0].block.input_layernorm
@@ -130,16 +130,16 @@ class DecodeLayer:
             dense, results = self._together(for_mlp, for_experts, rows)
         else:
             with beside():
-                weights, indices = choose()
-                tiling = grouped_decode.UP_TILING if is_few else grouped_decode.MANY_UP_TILING
-                rows = expert_rows(indices, len(router.weight), tiling.rows)
-            dense = block.mlp(for_mlp)
-            beside.join()
+                dense = block.mlp(for_mlp)
+            weights, indices = choose()
+            tiling = grouped_decode.UP_TILING if is_few else grouped_decode.MANY_UP_TILING
+            rows = expert_rows(indices, len(router.weight), tiling.rows)
             results = (self._by_few_rows if is_few else self._by_many_rows)(for_experts, rows)
+            beside.join()
         norms = (block.post_feedforward_layernorm_1, block.post_feedforward_layernorm_2, block.post_feedforward_layernorm)
         scalar = block.layer_scalars[0 if token_pass.num_clean else 1]
         return decode_residual.finish_layer(
-            h, dense, results, rows.row, weights, *(norm.weight for norm in norms), scalar, next_norm, eps)
+            h, dense, results, rows.row, weights, *(norm.weight for norm in norms), scalar, next_norm, eps, early=together)
 
     def _attend(self, normed: Tensor, layer_pass: LayerPass, cache: KeyCache) -> Tensor:
         from ..kernels import place_heads
