@@ -82,13 +82,19 @@ def _more_work_apart(model: ModelConfig, sizes: PassSizes, share: Share) -> floa
 def drafts_apart(run: RunConfig, plan: BatchPlan, number: int, *, on_gpu: bool) -> bool:
     """The order of passes of every rank's microbatch `number`: ranks that share experts have to agree, so `apart` is taken where every rank
     that has drafts gains by it. What ranks send each other is not weighed: `apart` is one dispatch more forward and one less back."""
-    parallel = run.parallel
     if run.training.draft_pass != "auto":
         return run.training.draft_pass == "apart"
-    if not (on_gpu and run.training.bf16) or parallel.context_parallel_size * parallel.pipeline_model_parallel_size > 1:
+    sizes = [PassSizes.of(rank[number]) for rank in plan.microbatches]
+    drafted = [own for own in sizes if own.drafts]
+    return on_gpu and bool(drafted) and all(chosen_apart(run, own) for own in drafted)
+
+
+def chosen_apart(run: RunConfig, sizes: PassSizes) -> bool:
+    """Whether --draft-pass auto takes `apart` for a microbatch of these sizes, on a GPU."""
+    parallel = run.parallel
+    if not run.training.bf16 or parallel.context_parallel_size * parallel.pipeline_model_parallel_size > 1:
         return False
     if parallel.sequence_parallel or run.moe.moe_aux_loss_coeff:
         return False
     share = Share(1 / parallel.tensor_model_parallel_size, 1 / (parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size))
-    sizes = [PassSizes.of(rank[number]) for rank in plan.microbatches]
-    return all(apart_costs_less(run.model, own, share) for own in sizes if own.drafts) and any(own.drafts for own in sizes)
+    return apart_costs_less(run.model, sizes, share)

@@ -72,6 +72,18 @@ def test_plans_are_near_what_was_measured(one):
     assert ms == pytest.approx(one.ms, rel=0.25) and (one.gib is None or gib == pytest.approx(one.gib, rel=0.20))
 
 
+@pytest.mark.parametrize(("flags", "rows", "canvases", "taken"), [
+    ("", 1, 1, "apart"), ("", 4, 1, "shared"), ("", 1, 8, "apart"), ("--draft-pass shared", 1, 1, "shared"),
+    ("--context-parallel-size 2", 1, 1, "shared"), ("--draft-pass apart", 4, 1, "apart")])
+def test_drafts_are_made_as_the_trainer_would(flags, rows, canvases, taken):
+    words = ("--preset diffusiongemma-26b-a4b --data-source sudoku --train-iters 1 --bf16 --self-conditioning-prob 1 --seq-length 1024 "
+             f"{flags}")
+    run = timing.with_draft_pass(config.parse(f"{words} --micro-batch-size {rows}".split()), canvases)
+    assert run.training.draft_pass == taken
+    sizes = timing.pass_sizes(timing.token_counts(run, rows, canvases=canvases), canvases)
+    assert (sizes.clean, len(sizes.seen), sizes.canvas, sizes.drafts) == (1024 * rows, rows, *2 * [256 * rows * canvases])
+
+
 def test_activations_shrink_by_what_is_recomputed_and_cut():
     def of(*flags: str) -> float:
         return memory.activation_bytes(config.parse([*TOY, *flags]), "sliding")

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megatron_dllm.config import RunConfig
+from megatron_dllm.config import RunConfig, TrainingConfig
+from megatron_dllm.training.draft_pass import PassSizes, chosen_apart
 from megatron_dllm.training.operations import Operations, StepOperations, TokenCounts, causal_pairs, stack_operations, step_operations
 
 # TFLOP/s of the layers' products, of attention (by visible pairs, the backward counted as twice the forward) and of the head; bytes that a
@@ -20,6 +21,7 @@ from megatron_dllm.training.operations import Operations, StepOperations, TokenC
 # within 8 %, all but the last figure of each with every row self-conditioned.
 LAYER_TFLOPS, ATTENTION_TFLOPS, HEAD_TFLOPS = 450.0, 250.0, 650.0
 TRAINED_BYTES, FROZEN_BYTES, REPEATED_BYTES = 16, 10, 2
+APART_BYTES = 2  # that are not read where drafts are made beforehand, and so all has one backward
 # What residual streams add to a layer's work at n = 4, by CUDA graphs on one H200: 118.1 ms beside 110.0 for 6 layers with the head.
 STREAMS_SHARE = 0.10
 # Milliseconds in which the host starts a layer's forward and backward for one microbatch, without graphs. One H200: adapters on 30 layers
@@ -102,10 +104,25 @@ def operations(run: RunConfig, rows: int, canvases: int, conditioned: float | No
                               recompute_modules=run.training.recompute_modules, frozen=run.lora.lora_rank is not None)
     if run.training.draft_pass != "apart":
         return counted
-    seen = tokens.canvas_prefix[tokens.self_conditioned]
+    seen = pass_sizes(tokens, canvases).seen
     again = stack_operations(run.model, tokens=int(seen.sum()), full_pairs=causal_pairs(seen, None),
                              sliding_pairs=causal_pairs(seen, run.model.window_size))
     return replace(counted, repeated=dict(Counter(counted.repeated) + Counter(again)))
+
+
+def pass_sizes(tokens: TokenCounts, canvases: int) -> PassSizes:
+    """Of rows with so many canvases each. Drafts of one row see the same clean tokens."""
+    drafted = tokens.self_conditioned
+    return PassSizes(int(tokens.clean.sum()), tokens.canvas_prefix[drafted][::canvases], int(tokens.canvas.sum()),
+                     int(tokens.canvas[drafted].sum()))
+
+
+def with_draft_pass(run: RunConfig, canvases: int) -> RunConfig:
+    """`run` with the --draft-pass that its microbatches of full rows take on a GPU."""
+    if run.training.draft_pass != "auto":
+        return run
+    sizes = pass_sizes(token_counts(run, run.training.micro_batch_size, canvases=canvases), canvases)
+    return replace(run, training=replace(run.training, draft_pass="apart" if chosen_apart(run, sizes) else "shared"))
 
 
 def work_ms(counted: StepOperations, gpu: str) -> float:
@@ -119,9 +136,9 @@ def work_ms(counted: StepOperations, gpu: str) -> float:
     return sum(count / rate(part) for operations in parts for part, count in operations.items())
 
 
-def moved_ms(weights: Mapping[tuple[str, bool, int], float], recompute: str | None) -> float:
+def moved_ms(weights: Mapping[tuple[str, bool, int], float], training: TrainingConfig) -> float:
     """For what a microbatch moves for one rank's weights, given as elements by (grid, trained, bytes of an element)."""
-    again = REPEATED_BYTES if recompute == "full" else 0
+    again = (REPEATED_BYTES if training.recompute_granularity == "full" else 0) - (APART_BYTES if training.draft_pass == "apart" else 0)
     return sum(count * ((TRAINED_BYTES if trained else FROZEN_BYTES) + again)
                for (_, trained, _), count in weights.items()) / COPY_TB_PER_S / 1e9
 

@@ -144,6 +144,7 @@ def virtual_stages(num_layers: int, pp: int) -> list[int | None]:
 
 def plan(run: RunConfig, machine: Machine, canvases_per_row: int = 1) -> Plan:
     """Memory and time of a legal layout."""
+    run = timing.with_draft_pass(run, canvases_per_row)
     gpus, training = machine.gpus, run.training
     predicted = memory.forecast(run, gpus, canvases_per_row)
     counted = _operations(run.model, run.objective, run.lora, run.data.seq_length, training.global_batch_size, canvases_per_row,
@@ -157,7 +158,7 @@ def _time(run: RunConfig, predicted: memory.Forecast, counted: StepOperations, m
     # One layer more for each prediction depth; the head weighs as its operations, not as launches.
     layers = (run.model.num_layers + run.model.mtp_num_layers) / pp
     own = predicted.elements.of_stage(*memory.stage_of(run, None, 0))
-    moved = timing.moved_ms(own, training.recompute_granularity) / pp
+    moved = timing.moved_ms(own, training) / pp
     compute = (timing.work_ms(counted, machine.gpu) / gpus + microbatches * moved) * timing.streams_factor(run)
     hidden = timing.HIDDEN_SHARE * compute / microbatches if training.cuda_graph_impl == "none" and pp == 1 else 0.0
     compute += microbatches * timing.routing_ms(run, layers)

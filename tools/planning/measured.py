@@ -15,7 +15,8 @@ SIX, EIGHT, TWELVE = ("--num-layers 6", "--num-layers 8 --freeze-router --global
                       "--num-layers 12 --self-conditioning-prob 0.875 --global-batch-size 8")
 LORA = "--lora-rank 16"
 GRAPHS, FULL = "--cuda-graph-impl local", "--recompute-granularity full"
-EXPERTS = f"{EIGHT} --expert-model-parallel-size 2"
+SHARED = "--draft-pass shared"  # as before there was a choice
+EXPERTS = f"{EIGHT} {SHARED} --expert-model-parallel-size 2"
 DEEPEP, BOUND = "--moe-token-dispatcher-type deepep", "--moe-max-tokens-per-rank 1280"
 STREAMS = "--enable-mhc-connections --mhc-num-residual-streams 4"
 PP2, PP2_SIX = "--pipeline-model-parallel-size 2", "--num-layers 6 --self-conditioning-prob 0.875 --global-batch-size 8"
@@ -60,16 +61,16 @@ def two(what: str, flags: str, ms: float, gib: float | None = None, **others: in
 
 MEASURED = (
     *(one(f"6 layers, {rows} x {length}, graphs", f"{SIX} {GRAPHS}", ms, stepped=False, rows=rows, length=length)
-      for rows, length, ms in ((4, 1024, 110.0), (1, 4096, 94.1), (1, 1024, 44.9), (1, 32768, 734.6))),
-    one("6 layers, 1 x 4096, 8 canvases, graphs", f"{SIX} {GRAPHS}", 145.7, stepped=False, length=4096, canvases=8),
-    one("6 layers, 4 x 1024, mHC 4, graphs", f"{SIX} {GRAPHS} {STREAMS}", 118.1, stepped=False, rows=4),
-    one("6 layers, 4 x 1024, AdamW, graphs", f"{SIX} {GRAPHS}", 156.8, 108.6, rows=4),
+      for rows, length, ms in ((4, 1024, 111.9), (1, 4096, 95.4), (1, 1024, 39.1), (1, 32768, 749.8))),
+    one("6 layers, 1 x 4096, 8 canvases, graphs", f"{SIX} {GRAPHS}", 147.0, stepped=False, length=4096, canvases=8),
+    one("6 layers, 4 x 1024, mHC 4, graphs", f"{SIX} {GRAPHS} {STREAMS}", 120.9, stepped=False, rows=4),
+    one("6 layers, 4 x 1024, AdamW, graphs", f"{SIX} {GRAPHS}", 158.0, 108.5, rows=4),
     one("6 layers, 1 x 32768, full recompute", f"{SIX} {FULL}", 876.4, 46.2, stepped=False, length=32768),
-    one("adapters, 4 x 1024, graphs", f"{LORA} {GRAPHS}", 271.8, 71.1, rows=4),
-    one("adapters, 1 x 1024, graphs", f"{LORA} {GRAPHS}", 116.5, 54.2),
+    one("adapters, 4 x 1024, graphs", f"{LORA} {GRAPHS}", 251.2, 72.3, rows=4),
+    one("adapters, 1 x 1024, graphs", f"{LORA} {GRAPHS}", 93.6, 55.6),
     one("adapters, 4 x 1024, graphs, full recompute", f"{LORA} {GRAPHS} {FULL}", 383.7, 54.4, rows=4),
     one("adapters, 4 x 1024", LORA, 493.4, 71.2, rows=4),
-    one("adapters, 1 x 1024", LORA, 397.9, 54.0),
+    one("adapters, 1 x 1024", f"{LORA} {SHARED}", 397.9, 54.0),
     two("8 layers, EP2, deepep, graphs", f"{EXPERTS} {DEEPEP} {BOUND} {GRAPHS}", 97.9, 77.7),
     two("8 layers, EP2, deepep, graphs, replay", f"{EXPERTS} {DEEPEP} {BOUND} {GRAPHS} {FULL}", 110.4, 75.1),
     two("8 layers, EP2, deepep, replay", f"{EXPERTS} {DEEPEP} {FULL}", 282.2, 70.6),
@@ -86,8 +87,9 @@ MEASURED = (
         ("PP2/VPP2, mHC 4", f"{PP2} {STREAMS} --pipeline-model-parallel-layout Ett|t*4|t*4|ttL", 1026, None))),
     two("6 layers, CP2, 100096 tokens", f"{LONG} --global-batch-size 1", 2178, 89.0, length=100096),
     two("6 layers, CP2, 50048 tokens", f"{LONG} --global-batch-size 1", 665, 81.4, length=50048),
-    two("6 layers, DP2, 4 x 1024", f"{SIX} --global-batch-size 4", 146.9, 40.7, stepped=False, rows=2),
-    two("6 layers, EP2, 4 x 1024", f"{SIX} --global-batch-size 4 --expert-model-parallel-size 2", 175.8, 27.9, stepped=False, rows=2),
+    two("6 layers, DP2, 4 x 1024", f"{SIX} {SHARED} --global-batch-size 4", 146.9, 40.7, stepped=False, rows=2),
+    two("6 layers, EP2, 4 x 1024", f"{SIX} {SHARED} --global-batch-size 4 --expert-model-parallel-size 2", 175.8, 27.9, stepped=False,
+        rows=2),
     two("6 layers, TP2+SP, 4 x 1024", f"{SIX} --global-batch-size 4 --tensor-model-parallel-size 2 --sequence-parallel", 216.4, 36.7,
         stepped=False, rows=4),
     two("6 layers, CP2, 1 x 32768, full recompute", f"{SIX} {FULL} --global-batch-size 1 --context-parallel-size 2", 519.9, 40.9,
