@@ -65,7 +65,7 @@ def missed_figures(rank, faults):
     arguments = argparse.Namespace(width="toy", microbatches=2, seq_length=32)
     suite, found = pipeline_runs.Suite(arguments, context, ParallelContext.single(context.device)), []
     reference, variants = pipeline.in_one_process(suite, CASE)
-    limits = pipeline.allowed(variants[:-1], reference)
+    limits = pipeline.allowed(variants[:-1], reference, arguments.microbatches * arguments.seq_length)
     for fault in faults:
         with pytest.MonkeyPatch.context() as patch:
             (fault or contextlib.nullcontext)(patch)

@@ -148,7 +148,7 @@ def test_repeats_are_equal_bit_for_bit(device):
 
 
 def test_what_suits():
-    pytest.importorskip("triton")
+    need_kernels("cpu")
     from megatron_dllm.kernels.low_rank import suits
 
     def factors(*shapes):

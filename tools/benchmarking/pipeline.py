@@ -14,6 +14,7 @@ Bubble: the share of both ranks' time that no compute step fills, measured, and 
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -40,9 +41,11 @@ FAULT = Variant("half of the layers never updated", stale=True)
 # The first loss is made by the same kernels on the same numbers; only fp64 sums differ. Gradients of a microbatch's two
 # loops are added in 16 bits in one process and in 32 in a pipeline: a sixteenth of 16 bits' unit, for a norm over millions.
 FIRST_LOSS, FIRST_NORM = 1e-6, 2**-12
-# What is compared is one more of few draws. All updates together are a mean over millions of numbers; a loss may turn on one token.
+# What is compared is one more of few draws. All updates together are a mean over millions of numbers; a loss may turn on one token, and a
+# single one may be near by chance: its limit is no less than what rounding its tokens' losses to 16 bits would do to their mean.
 ALLOWED = {"change of a layer by the first update": 4.0, "change of a layer by all updates": 2.5, "loss of later steps": 4.0,
            "norm of later steps": 4.0}  # times the farthest variant's
+LOSS, BF16_UNIT = list(ALLOWED).index("loss of later steps"), 2**-9
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -106,7 +109,7 @@ def judged(suite: Suite, case: Case, plain: dict[str, float]) -> Iterator[Figure
         for variant, values in zip((*VARIANTS, FAULT), far, strict=True):
             parts = ", ".join(f"{what} {value:.2g}" for what, value in zip(ALLOWED, values, strict=True))
             yield f"{case.name}, one process, {variant.name}: {parts}"
-        limits = allowed(variants[:-1], reference)
+        limits = allowed(variants[:-1], reference, suite.arguments.microbatches * suite.arguments.seq_length)
         for what, limit, value in list(zip(ALLOWED, limits, far[-1], strict=True))[:2]:
             yield Figure(f"{case.name}: limit of {what}", limit, value, f"to be under what {FAULT.name} give")
     for where, text in LAYOUTS[case.layers].items():
@@ -148,10 +151,12 @@ def compared(name: str, found: Outcome, reference: Outcome, changes: list[tuple[
             yield Figure(f"{name}: {what}", far, limit, "")
 
 
-def allowed(variants: Sequence[Outcome], reference: Outcome) -> list[float]:
-    """The limits of a run's distances, as ALLOWED names them, by how far the variants are."""
+def allowed(variants: Sequence[Outcome], reference: Outcome, num_tokens: int) -> list[float]:
+    """The limits of a run's distances, as ALLOWED names them, by how far the variants are; `num_tokens` of a step."""
     far = [farthest([variant.changes], variant, reference) for variant in variants]
-    return [factor * max(values) for factor, *values in zip(ALLOWED.values(), *far, strict=True)]
+    limits = [factor * max(values) for factor, *values in zip(ALLOWED.values(), *far, strict=True)]
+    limits[LOSS] = max(limits[LOSS], BF16_UNIT / math.sqrt(num_tokens))
+    return limits
 
 
 def relative(a: float, b: float) -> float:
