@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TextIO
@@ -30,6 +30,7 @@ from rich.console import Console  # noqa: E402
 from megatron_dllm.config import GenerationConfig  # noqa: E402
 from megatron_dllm.config.flags import HelpFormatter, flags_of  # noqa: E402
 from megatron_dllm.data.tokenizers import Tokenizer  # noqa: E402
+from megatron_dllm.diffusion.sampling_flashinfer import flashinfer_reader  # noqa: E402
 from megatron_dllm.generation.completions import Completion, Speed  # noqa: E402
 from megatron_dllm.generation.drawing import TerminalView, write_gif  # noqa: E402
 from megatron_dllm.generation.film import Film  # noqa: E402
@@ -50,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         loaded = LoadedModel.open(arguments.load, device, bf16=arguments.bf16)
         if arguments.use_flashinfer_fused_rope:
             use_flashinfer_rope(loaded.model, device)
+        if arguments.sampling_backend == "flashinfer":
+            loaded = replace(loaded, reader=flashinfer_reader(device))
         chat = not arguments.raw and has_chat_template(loaded.tokenizer)
         print(f"device: {device}; prompts are {'messages to the chat template' if chat else 'texts to continue'}", file=sys.stderr)
         session = Generator(arguments, loaded, chat)
@@ -78,6 +81,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     sampler = parser.add_argument_group("Sampler")
     sampler.add_argument("--seed", type=int, default=1234, metavar="N", help="Seed of all draws. (default: 1234)")
     sampler.add_argument("--batch-size", type=int, default=8, metavar="N", help="Prompts generated together. (default: 8)")
+    sampler.add_argument("--sampling-backend", choices=("local", "flashinfer"), default="local",
+                         help="Read logits by our kernel or by FlashInfer's, which draws other samples, as likely. (default: local)")
     for item in flags_of(GenerationConfig):
         item.add_to(sampler)
     output = parser.add_argument_group("Output")

@@ -66,6 +66,15 @@ class Denoiser(Protocol):
         ...
 
 
+class Reader(Protocol):
+    """What reads a step's logits at fixed addresses: read_product, or what is asked for instead."""
+
+    def __call__(self, product: Tensor, softcap: float | None, temperature: Tensor, uniforms: Tensor, *,
+                 kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """See read_product. The device alone must know what it is given, so that a recording serves every step."""
+        ...
+
+
 @dataclass(frozen=True)
 class StepInputs:
     """What a step reads: canvas, logits (those of the step before) and rows as in Denoiser.denoise; uniforms float64 [A, C]."""

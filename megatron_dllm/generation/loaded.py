@@ -9,7 +9,7 @@ import torch
 
 from ..config import GenerationConfig
 from ..data.tokenizers import Tokenizer
-from ..diffusion.sampler import Denoiser, Observer
+from ..diffusion.sampler import Denoiser, Observer, Reader, read_product
 from ..models.diffusion_gemma.loading import load_for_inference
 from ..models.diffusion_gemma.model import DiffusionGemma
 from ..models.diffusion_gemma.static_session import session_maker
@@ -18,10 +18,11 @@ from .completions import Completion, EndTokens, complete
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """What the tools generate with."""
+    """What the tools generate with. `reader`: what reads a step's logits."""
 
     model: DiffusionGemma
     tokenizer: Tokenizer
+    reader: Reader = read_product
 
     @classmethod
     def open(cls, path: str, device: torch.device, *, bf16: bool | None) -> LoadedModel:
@@ -47,4 +48,4 @@ class LoadedModel:
     @cached_property
     def _session(self) -> Callable[[int, int], Denoiser]:
         """What makes sessions; what one has recorded serves later ones."""
-        return session_maker(self.model)
+        return session_maker(self.model, self.reader)

@@ -5,17 +5,19 @@ zero, and that package's own tables, which stop at the first pairs, would turn o
 """
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 from torch import Tensor, nn
 
+from ..kernels.flashinfer import load_flashinfer
 from .attention import SelfAttention
 from .norms import rms_norm
 from .rotary import RotaryTable
 
+FLAG = "--use-flashinfer-fused-rope"
 HEAD_DIMS = (64, 128, 256, 512)  # with others that package returns wrong numbers without an error
 
 # (positions, query [T, h * d], key [T, g * d], head size, table [positions, d], is_neox) -> both turned
@@ -41,22 +43,16 @@ class FlashInferRotary:
 def use_flashinfer_rope(model: nn.Module, device: torch.device) -> None:
     """Let every attention layer of `model`, which is to generate, take that kernel. ValueError or ImportError, with the remedy."""
     layers = [module for module in model.modules() if isinstance(module, SelfAttention)]
-    check_flashinfer(device, (layer.head_dim for layer in layers))
-    turn = FlashInferRotary(importlib.import_module("flashinfer").apply_rope_with_cos_sin_cache)
+    turn = FlashInferRotary(check_flashinfer(device, (layer.head_dim for layer in layers)).apply_rope_with_cos_sin_cache)
     for layer in layers:
         layer.turn = turn
 
 
-def check_flashinfer(device: torch.device, head_dims: Iterable[int] = ()) -> None:
-    """ValueError or ImportError, with the remedy, if that kernel cannot run on `device`, or would be wrong for one of the head sizes."""
+def check_flashinfer(device: torch.device, head_dims: Iterable[int] = ()) -> ModuleType:
+    """The package. ValueError or ImportError, with the remedy, if its kernel cannot run on `device`, or would be wrong for one of the head
+    sizes."""
     wrong = sorted(set(head_dims) - set(HEAD_DIMS))
     if wrong:
-        raise ValueError(f"--use-flashinfer-fused-rope: heads of size {', '.join(map(str, wrong))}, and its kernel is right only for "
+        raise ValueError(f"{FLAG}: heads of size {', '.join(map(str, wrong))}, and its kernel is right only for "
                          f"{', '.join(map(str, HEAD_DIMS))}; leave the flag out")
-    if device.type != "cuda":
-        raise ValueError(f"--use-flashinfer-fused-rope: its kernel needs a CUDA device, and the device is {device}; leave the flag out")
-    try:
-        importlib.import_module("flashinfer")
-    except ImportError as error:
-        raise ImportError(f"--use-flashinfer-fused-rope: the package flashinfer-python cannot be imported ({error}); install it with "
-                          "`bash tools/install_gpu.sh --flashinfer`, or leave the flag out") from error
+    return load_flashinfer(FLAG, device)

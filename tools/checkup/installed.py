@@ -40,7 +40,8 @@ OPTIONAL = (
     Package(("apex",), "apex.optimizers", "--optimizer-backend apex, --gradient-accumulation-fusion", "bash tools/install_gpu.sh --apex"),
     Package(("deep-ep", "deep_ep"), "deep_ep", "--moe-token-dispatcher-type deepep, hybridep", "bash tools/install_gpu.sh --deepep"),
     Package(("flash-linear-attention",), "fla", "--gdn-kernel-backend fla (see below)", "bash tools/install_gpu.sh --fla"),
-    Package(("flashinfer-python",), "flashinfer", "generate.py --use-flashinfer-fused-rope", "bash tools/install_gpu.sh --flashinfer"),
+    Package(("flashinfer-python",), "flashinfer", "generate.py --use-flashinfer-fused-rope, --sampling-backend",
+            "bash tools/install_gpu.sh --flashinfer"),
     Package(("peft",), "peft", "tests of exported adapters", "python -m pip install -e '.[dev]'"),
     Package(("pytest",), "pytest", "tests", "python -m pip install -e '.[dev]'"),
 )  # fmt: skip

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_dllm.config import OptimizerConfig
 from megatron_dllm.diffusion import sampler
+from megatron_dllm.diffusion.sampling_flashinfer import flashinfer_reader
 from megatron_dllm.kernels.graphs import CudaRecorder
 from megatron_dllm.parallel import ParallelContext
 from megatron_dllm.tensor_parallel import cross_entropy
@@ -19,6 +20,7 @@ from megatron_dllm.tensor_parallel.vocabulary import VocabularyRange
 from megatron_dllm.training.algorithms import BACKENDS, PACKAGES, algorithm_of
 
 from .layers import NO_CUDA, TOKENS, dtype_of, pair
+from .report import outcome_of
 from .trials import TOLERANCES, Function, Trial, compared, numbers, relative
 
 
@@ -63,9 +65,24 @@ def sampler_trials(device: torch.device) -> Iterator[Trial]:
 
         return compared(lambda values: sampling.soft_capped(values, 30.0), lambda values: 30 * torch.tanh(values / 30), [logits])
 
-    absent = None if device.type == "cuda" else NO_CUDA
+    def by_package() -> tuple[float, float]:
+        # Its draws are its own: of sure positions alone they can be foretold.
+        sure = torch.where(torch.arange(vocabulary, device=device) == 7, 100.0, logits)
+        kept, warmth = torch.empty_like(sure), torch.tensor(temperature, dtype=torch.float64, device=device)
+
+        def read(values: Tensor) -> tuple[Tensor, ...]:
+            sample = reader(sure, None, warmth, uniforms.double(), kept=kept)[0]
+            _, argmax, entropy = reader(values, None, warmth, uniforms.double(), kept=kept)
+            return kept, sample, argmax, entropy
+
+        reader = flashinfer_reader(device)
+        return compared(read, lambda values: (oracle(values)[0], torch.full_like(chosen[:, 0], 7), *oracle(values)[2:]), [logits])
+
+    absent, refused = None if device.type == "cuda" else NO_CUDA, outcome_of(partial(flashinfer_reader, device))
+    reason = refused.first_line.partition("flashinfer: ")[2] if refused.error else None
     yield Trial("sampler reads logits", "torch", lambda: compared(in_torch, oracle, [logits]))
     yield Trial("sampler reads logits", "Triton kernel", by_kernel, absent)
+    yield Trial("sampler reads logits", "FlashInfer", by_package, reason, optional=True)
     yield Trial("soft cap of generation", "Triton kernel", capped, absent)
 
 

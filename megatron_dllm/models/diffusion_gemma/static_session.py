@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...diffusion.sampler import Denoiser, LogitsReading, StepInputs, read_product
+from ...diffusion.sampler import Denoiser, LogitsReading, Reader, StepInputs, read_product
 from ...kernels.attention_tiles import suits_attention
 from ...kernels.graphs import CudaRecorder, Recorder, Recording
 from ...moe.experts import looped_linear
@@ -30,11 +30,16 @@ MakeRecorder = Callable[[], Recorder]
 ALIGNMENT = 128  # slots of a row are a multiple: the attention kernels' tile
 
 
-def session_maker(model: DiffusionGemma) -> Callable[[int, int], Denoiser]:
-    """What makes a fresh session of so many rows, with room for as many new tokens each: recorded ones where steps of the model can be."""
+def session_maker(model: DiffusionGemma, reader: Reader = read_product) -> Callable[[int, int], Denoiser]:
+    """What makes a fresh session of so many rows, with room for as many new tokens each: recorded ones where steps of the model can be.
+
+    ValueError for a reader of another package's where they cannot."""
     if not can_record(model):
+        if reader is not read_product:
+            raise ValueError("logits are read by another package only on one CUDA device, in bf16, by a model without linear layers; "
+                             "set --sampling-backend local")
         return lambda num_rows, max_new_tokens: Session(model, num_rows)
-    return StaticDecoder(model, lambda: CudaRecorder(model.context.device)).session
+    return StaticDecoder(model, lambda: CudaRecorder(model.context.device), reader=reader).session
 
 
 def can_record(model: DiffusionGemma) -> bool:
@@ -59,9 +64,11 @@ class Workspace:
         uniforms       float64 [R C]
     """
 
-    def __init__(self, model: DiffusionGemma, num_rows: int, capacity: int, make_recorder: MakeRecorder | None, stack: DecodeStack | None):
+    def __init__(self, model: DiffusionGemma, num_rows: int, capacity: int, make_recorder: MakeRecorder | None, stack: DecodeStack | None,
+                 reader: Reader):
         config, device = model.config, model.context.device
         self.model, self.num_rows, self.capacity, self.stack, self.make_recorder = model, num_rows, capacity, stack, make_recorder
+        self.reader = reader
         # One of our own: a pool of memory whose graphs are all gone, as when a workspace grows, takes no new ones.
         self.recorder = None if make_recorder is None else make_recorder()
         self.length, width = config.canvas_length, num_rows * config.canvas_length
@@ -101,7 +108,7 @@ class Workspace:
         """sample, argmax and entropy [count C] of the first `count` canvases in `tokens`; their logits over the temperature to `signal`."""
         num, model = count * self.length, self.model
         product = F.linear(self.hidden(count), model.embedding.weight)
-        return read_product(
+        return self.reader(
             product, model.config.final_logit_softcapping, self.temperature, self.uniforms[:num], kept=self.signal[:num])
 
     def hidden(self, count: int) -> Tensor:
@@ -144,7 +151,7 @@ class Workspace:
 
     def grown(self, capacity: int) -> Workspace:
         """One with room for `capacity` tokens a row that holds the same; nothing is recorded on it."""
-        larger = Workspace(self.model, self.num_rows, capacity, self.make_recorder, self.stack)
+        larger = Workspace(self.model, self.num_rows, capacity, self.make_recorder, self.stack, self.reader)
         for layer, cache in self.caches.items():
             larger.caches[layer].key[:, :cache.key.shape[1]] = cache.key
             larger.caches[layer].value[:, :cache.key.shape[1]] = cache.value
@@ -163,9 +170,10 @@ class StaticDecoder:
     reads. Without `make_recorder` nothing is recorded. The model must have no linear layers. Caches grow by `capacity_step` tokens.
     """
 
-    def __init__(self, model: DiffusionGemma, make_recorder: MakeRecorder | None, capacity_step: int = CAPACITY_STEP):
+    def __init__(self, model: DiffusionGemma, make_recorder: MakeRecorder | None, capacity_step: int = CAPACITY_STEP,
+                 reader: Reader = read_product):
         assert "linear" not in model.config.layer_types and model.context.world.size == 1
-        self.model, self.make_recorder, self.capacity_step = model, make_recorder, capacity_step
+        self.model, self.make_recorder, self.capacity_step, self.reader = model, make_recorder, capacity_step, reader
         blocks = list(model.layers.values())
         self.stack = DecodeStack(blocks, model.final_norm.weight) if suits_decode_stack(blocks, model.config, model.dtype) else None
         self._workspaces: dict[int, Workspace] = {}
@@ -181,7 +189,7 @@ class StaticDecoder:
         if found is None or found.capacity < capacity:
             rounded = -(-capacity // self.capacity_step) * self.capacity_step
             self._workspaces[num_rows] = found.grown(rounded) if found is not None else Workspace(
-                self.model, num_rows, rounded, self.make_recorder, self.stack)
+                self.model, num_rows, rounded, self.make_recorder, self.stack, self.reader)
         return self._workspaces[num_rows]
 
 
