@@ -52,6 +52,16 @@ def test_the_eight_gpus_run_what_they_are_wanted_for():
     assert (long.model.num_layers, long.data.seq_length, long.lora.lora_rank, long.parallel.context_parallel_size) == (30, 100096, 16, 8)
 
 
+def test_two_gpus_run_every_kind_of_layout_that_two_can():
+    runs = {case.name: case.run(False) for case in cases(2, Size.of(False, 8, None, 25088))}
+    shared = {name: runs[name].parallel for name in ("tp2+sp ep2", "pp2", "cp2, lora, long", "pp2 vpp2, mHC 4")}
+    assert (shared["tp2+sp ep2"].tensor_model_parallel_size, shared["tp2+sp ep2"].sequence_parallel,
+            shared["tp2+sp ep2"].expert_model_parallel_size) == (2, True, 2)
+    assert shared["pp2"].pipeline_model_parallel_size == 2 and runs["pp2"].training.micro_batch_size == 1
+    assert shared["cp2, lora, long"].context_parallel_size == 2 and runs["cp2, lora, long"].data.seq_length == 25088
+    assert shared["pp2 vpp2, mHC 4"].pipeline_model_parallel_layout == "Et|tt|tt|tL"
+
+
 def test_commands_start_the_run_by_itself():
     case = next(case for case in cases(8, WHOLE) if case.name == "ep8 alltoall, no recompute")
     words = case.command().split()

@@ -130,6 +130,11 @@ def cases(ranks: int, size: Size) -> list[Case]:
         found.append(Case("tp2+sp pp2 ep2", "sft_26b", ranks, (
             *whole, "--micro-batch-size", "4", "--tensor-model-parallel-size", "2", "--sequence-parallel",
             "--pipeline-model-parallel-size", "2", "--expert-model-parallel-size", "2"), "sft, one device", keep))
+    if ranks == 2:
+        tensor = ("--micro-batch-size", "2", "--tensor-model-parallel-size", "2", "--sequence-parallel", "--no-use-distributed-optimizer")
+        found += [
+            Case("tp2+sp ep2", "sft_26b", ranks, (*spread, *tensor), "sft, one device", keep),
+            Case("pp2", "sft_26b", ranks, (*whole, *alone, "--pipeline-model-parallel-size", "2"), "sft, one device", keep)]
     stages = ranks // 2 if ranks // 2 in INTERLEAVED else 2
     streams = ("--num-layers", str(3 * stages), *rows, str(ranks // stages * 4 * stages), "--micro-batch-size", "2", *alone[:2],
                "--enable-mhc-connections", "--mhc-num-residual-streams", str(STREAMS))
