@@ -69,7 +69,7 @@ def column_layers(x: Tensor, layers: Sequence[ColumnParallelLinear], draws: Toke
         return adapted_linear(x, [layer.weight for layer in layers], factors, _num_live(x, tp, draws))
     if all(layer.product is F.linear for layer in layers):
         weights, num_live = [layer.weight for layer in layers], _num_live(x, tp, draws)
-        if num_live is None:
+        if num_live is None and not _have_buffers(x, tp, weights):
             ys = column_linear(x, weights, tp=tp, sequence_parallel=sequence_parallel)
         else:
             ys = live_linear(x, weights, num_live)
@@ -84,6 +84,12 @@ def _num_live(x: Tensor, tp: Group, draws: TokenDraws | None) -> int | None:
     """How many of the rows get a gradient, where that is made use of: on one tensor-parallel rank, and not on CPUs, whose results are held
     to bits that other cuts of the sums over rows would change."""
     return draws.num_live if draws is not None and tp.size == 1 and x.is_cuda else None
+
+
+def _have_buffers(x: Tensor, tp: Group, weights: Sequence[nn.Parameter]) -> bool:
+    """Whether gradients of weights are added up in fp32 buffers beside autograd: on one tensor-parallel rank, and not on CPUs, as above."""
+    return x.is_cuda and tp.size == 1 and torch.is_grad_enabled() and any(
+        weight.requires_grad and weight.main_gradient is not None for weight in weights)
 
 
 class _ColumnLinear(torch.autograd.Function):
@@ -160,7 +166,7 @@ class RowParallelLinear(nn.Module):
         num_live = _num_live(x, self.tp, draws)
         if self.factors is not None and self.product is F.linear:
             return adapted_linear(x, [self.weight], [self.factors], num_live)[0]
-        if num_live is not None and self.product is F.linear:
+        if self.product is F.linear and (num_live is not None or _have_buffers(x, self.tp, [self.weight])):
             return self.adapter(live_linear(x, [self.weight], num_live)[0], x, draws)
         y = row_linear(x, self.weight, tp=self.tp, sequence_parallel=self.sequence_parallel, product=self.product)
         return self.adapter(y, x, draws)

@@ -121,13 +121,13 @@ def _add_scaled(total: Tensor, parts: Sequence[tuple[Tensor, Tensor]], is_fresh:
 
             kernel.add_scaled_(total, x, scale, is_fresh, squares)
         else:
-            _clear(total, is_fresh, squares)
+            clear_fresh(total, is_fresh, squares)
             total.addcmul_(x, scale)
             squares.copy_(total.square().sum())
 
 
-def _clear(total: Tensor, is_fresh: Tensor, squares: Tensor) -> None:
-    """Zeros in a fresh total."""
+def clear_fresh(total: Tensor, is_fresh: Tensor, squares: Tensor) -> None:
+    """Zeros in a fresh total and its squares; then it is not fresh any more."""
     if takes(total) and total.dtype == torch.float32:
         from megatron_dllm.kernels import grouped_gemm
 
@@ -146,7 +146,7 @@ def _num_sums(total: Tensor) -> int:
     return 1
 
 
-SCALED = Kernels(_add_scaled, _clear, _num_sums)
+SCALED = Kernels(_add_scaled, clear_fresh, _num_sums)
 
 
 class _Rows(torch.autograd.Function):

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from megatron_dllm.config import LoRAConfig, ObjectiveConfig
 from megatron_dllm.diffusion.inputs import to_device
 from megatron_dllm.models.diffusion_gemma.lora import add_adapters
-from megatron_dllm.parallel import ParallelContext
+from megatron_dllm.parallel import MainGradient, ParallelContext
 from megatron_dllm.tensor_parallel import linear
 from megatron_dllm.tensor_parallel.adapted_linear import Factors, adapted_linear
 from megatron_dllm.tensor_parallel.initialization import Initializer
@@ -39,13 +39,50 @@ def gradients(function, leaves):
     return results
 
 
+def with_buffers(weights, buffers):
+    """The weights, which add up their gradients there (None: autograd does)."""
+    for number, weight in enumerate(weights):
+        weight.main_gradient = None if buffers is None else buffers[number]
+    return weights
+
+
 def test_live_linear():
     leaves = [draw(ROWS, DEPTH, seed=1), *(draw(*shape, seed=2) for shape in SHAPES)]
-    zeros, unread = gradients(lambda x, *weights: live_linear(x, weights, LIVE), leaves)
+    zeros, unread = gradients(lambda x, *weights: live_linear(x, with_buffers(weights, None), LIVE), leaves)
     wanted, _ = gradients(lambda x, *weights: [F.linear(x, w.flatten(0, -2)).unflatten(1, w.shape[:-1]) for w in weights], leaves)
     for ours, poisoned, want in zip(zeros, unread, wanted, strict=True):
         torch.testing.assert_close(ours, want, rtol=1e-12, atol=1e-12)
         assert torch.equal(ours, poisoned)
+
+
+@DEVICES
+@pytest.mark.parametrize("live", [LIVE, None])
+def test_gradients_go_to_their_buffers(live, device):
+    """Of two uses in each backward, at once, over two backwards, the first of which finds what the step before has left."""
+    told, dtype = [], torch.bfloat16
+    x, *weights = (draw(*shape, seed=n).to(device, dtype).requires_grad_() for n, shape in enumerate([(ROWS, DEPTH), *SHAPES]))
+    dys = [draw(*(ROWS, *weight.shape[:-1]), seed=8 + n).to(device, dtype) for n, weight in enumerate(weights)]
+    factors = (1.0, 0.5)  # of the uses
+
+    def loss(function):
+        return sum((y[:live] * dy[:live] * factor).float().sum() for factor in factors
+                   for y, dy in zip(function(x), dys, strict=True))
+
+    want = torch.autograd.grad(loss(lambda x: live_linear(x, with_buffers(weights, None), live)), [x, *weights])
+    buffers = [MainGradient(torch.full(w.shape, 7.0, device=device), lambda n=n: told.append(n)) for n, w in enumerate(weights)]
+    for number in (1, 2):
+        x.grad = None
+        loss(lambda x: live_linear(x, with_buffers(weights, buffers), live)).backward()
+        if number == 1:
+            for buffer in buffers:
+                buffer.start_anew()
+            x.grad = None
+            loss(lambda x: live_linear(x, weights, live)).backward()
+        for buffer, right in zip(buffers, want[1:], strict=True):
+            torch.testing.assert_close(buffer.total, number * right.float(), rtol=2**-6, atol=2**-6 * right.abs().max().item())
+            assert buffer.squares.double().sum().item() == pytest.approx(buffer.total.double().square().sum().item(), rel=1e-6)
+        assert torch.equal(x.grad, want[0]) and all(weight.grad is None for weight in weights)
+    assert sorted(told) == [0] * 3 + [1] * 3
 
 
 def test_adapted_linear():
