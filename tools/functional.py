@@ -5,8 +5,10 @@
     python tools/functional.py record [--only TEXT]                make the golden files of this environment anew
     python tools/functional.py diff GOLDEN OTHER                   compare two golden files
 
-A case is tests/functional/<recipe>/config.yaml. Its golden file says in which environment it was recorded: in the same one a run must
-match it exactly, in another one to the case's tolerances, and the table says so. While it records, what is done so far lies beside it in a
+A case is tests/functional/<recipe>/config.yaml. A golden file is of a kind of device, a CPU or a GPU by its name, and says in which
+environment it was recorded: in the same one a run must match it exactly, in another one to the case's tolerances, and the table says so.
+Cases for more GPUs than there are here are left out. --at-once N starts so many runs of a recipe beside each other, where GPUs have the
+memory: most of a short run is waiting, and no bit depends on it. While it records, what is done so far lies beside it in a
 file partial_*.json, which no run compares with; record --continue goes on from there, on the same code and in the same environment.
 """
 from __future__ import annotations
@@ -16,7 +18,8 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,7 +30,7 @@ from functional_tests.cases import ROOT, Case, read_cases  # noqa: E402
 from functional_tests.fingerprint import changed, code_digest, fingerprint, golden_name  # noqa: E402
 from functional_tests.golden import Golden, Steps, compare, explain, partial_path, read_partial, write_partial  # noqa: E402
 from functional_tests.launching import Launcher, RunFailed  # noqa: E402
-from functional_tests.running import Outcome, environment_of, run_once, verify  # noqa: E402
+from functional_tests.running import Outcome, environment_of, run_once, run_several, verify  # noqa: E402
 
 WHOLE = "uninterrupted run"
 
@@ -44,6 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     record.add_argument("--continue", dest="goes_on", action="store_true", help="keep the runs of a recording that was cut short")
     for action in (run, record):
         action.add_argument("--only", default="", metavar="TEXT", help="recipes whose name has this text")
+        action.add_argument("--at-once", type=int, default=1, metavar="N", help="runs of a recipe beside each other")
     diff = actions.add_parser("diff", help="compare two golden files", allow_abbrev=False)
     diff.add_argument("golden", type=Path)
     diff.add_argument("other", type=Path)
@@ -54,14 +58,18 @@ def main(argv: list[str] | None = None) -> int:
         cases = read_cases(arguments.only)
         if not cases:
             raise ValueError(f"--only {arguments.only}: no recipe has this in its name")
-        if absent := [case.name for case in cases if case.device == "cuda" and not torch.cuda.is_available()]:
-            print(f"left out, since torch sees no CUDA device: {', '.join(absent)}")
-            cases = [case for case in cases if case.name not in absent]
+        if arguments.at_once < 1:
+            raise ValueError(f"--at-once {arguments.at_once}: nothing would run; set at least 1")
+        gpus = torch.cuda.device_count()
+        if absent := [f"{case.name} ({case.processes})" for case in cases if case.device == "cuda" and case.processes > gpus]:
+            print(f"left out, since torch sees {gpus} CUDA devices: {', '.join(absent)}")
+            cases = [case for case in cases if case.device != "cuda" or case.processes <= gpus]
         # Whoever ends this process ends the runs with it.
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
         with Launcher() as launcher:
-            act = (lambda case: run_case(case, arguments.repeat, launcher)) if arguments.action == "run" else (
-                lambda case: record_case(case, launcher, verified=not arguments.without_verify, goes_on=arguments.goes_on))
+            act = (lambda case: run_case(case, arguments.repeat, launcher, at_once=arguments.at_once)) if arguments.action == "run" else (
+                lambda case: record_case(case, launcher, verified=not arguments.without_verify, goes_on=arguments.goes_on,
+                                         at_once=arguments.at_once))
             failed = [case.name for case in cases if not attempt(case, act)]
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -86,6 +94,11 @@ def run_here(case: Case, launcher: Launcher, *, uninterrupted: bool = False) -> 
         return run_once(case, Path(folder), launcher, uninterrupted=uninterrupted)
 
 
+def runs_of(case: Case, names: Sequence[str], launcher: Launcher, at_once: int) -> Iterator[tuple[str, Outcome]]:
+    """(name, outcome) of these runs as they end, at most `at_once` beside each other; the one named WHOLE is not interrupted."""
+    return run_several({name: partial(run_here, case, launcher, uninterrupted=name == WHOLE) for name in names}, at_once, launcher.stop)
+
+
 def differing(case: Case, runs: list[Steps]) -> str:
     """How the repeats differ, "" if they are equal bit for bit and complete."""
     for number, steps in enumerate(runs):
@@ -94,7 +107,7 @@ def differing(case: Case, runs: list[Steps]) -> str:
     return ""
 
 
-def run_case(case: Case, times: int, launcher: Launcher) -> bool:
+def run_case(case: Case, times: int, launcher: Launcher, *, at_once: int = 1) -> bool:
     """Run it, print a line, or what is wrong; whether it holds."""
     here = fingerprint(case.device, environment_of(case, case.then, Path()))
     path = case.folder / golden_name(here, case.processes)
@@ -102,7 +115,7 @@ def run_case(case: Case, times: int, launcher: Launcher) -> bool:
         print(f"{case.name}: FAILED: there is no {path.name} for this kind of device; python tools/functional.py record --only {case.name}")
         return False
     golden = Golden.read(path)
-    outcomes = [run_here(case, launcher) for _ in range(times)]
+    outcomes = [outcome for _, outcome in runs_of(case, repeats(times), launcher, at_once)]
     runs, seconds = [outcome.steps for outcome in outcomes], max(outcome.seconds for outcome in outcomes)
     if difference := differing(case, runs):
         print(f"{case.name}: FAILED: {difference}", flush=True)
@@ -118,40 +131,47 @@ def run_case(case: Case, times: int, launcher: Launcher) -> bool:
     return True
 
 
-def record_case(case: Case, launcher: Launcher, *, verified: bool, goes_on: bool = False) -> bool:
+def record_case(case: Case, launcher: Launcher, *, verified: bool, goes_on: bool = False, at_once: int = 1) -> bool:
     """Write the golden file of this environment; refused when repeats differ or the layout does not hold."""
     here = fingerprint(case.device, environment_of(case, case.then, Path()))
     path = case.folder / golden_name(here, case.processes)
     with_code = here | {"code": code_digest(ROOT)}
-    started, done, runs, whole = time.monotonic(), runs_before(case, path, with_code) if goes_on else {}, {}, None
-    for name in order_of_runs(case):
-        if name in done:
-            runs[name] = done[name]
-            print(f"{case.name}: {name} was done before", flush=True)
-        else:
-            outcome = run_here(case, launcher, uninterrupted=name == WHOLE)
-            runs[name] = outcome.steps
-            write_partial(partial_path(path), with_code, runs)
-            print(f"{case.name}: {time.monotonic() - started:.0f} s: {name} done in {outcome.seconds:.1f} s "
-                  f"({'; '.join(outcome.times)})", flush=True)
-        whole = runs.get(WHOLE)
-        repeats = [steps for done, steps in runs.items() if done != WHOLE]
-        # The same layout must give the same bits; another one adds up in another order.
-        limits = None if case.kind == "resume" else case.tolerances
-        if difference := differing(case, repeats):
-            print(f"{case.name}: not recorded: {difference}", flush=True)
-            return False
-        if whole and (wrong := compare(repeats[0], whole, metrics=case.metrics, num_steps=case.steps, tolerances=limits)):
-            print(f"{case.name}: not recorded: it is not what an uninterrupted run (here called golden) gives: "
-                  f"{explain(wrong, repeats[0], whole)}", flush=True)
-            return False
+    started = time.monotonic()
+    runs = runs_before(case, path, with_code) if goes_on else {}
+    for name in runs:
+        print(f"{case.name}: {name} was done before", flush=True)
+    wrong = fault(case, runs)
+    to_do = [] if wrong else [name for name in order_of_runs(case) if name not in runs]
+    for name, outcome in runs_of(case, to_do, launcher, at_once):
+        runs[name] = outcome.steps
+        write_partial(partial_path(path), with_code, runs)
+        print(f"{case.name}: {time.monotonic() - started:.0f} s: {name} done in {outcome.seconds:.1f} s "
+              f"({'; '.join(outcome.times)})", flush=True)
+        if wrong := fault(case, runs):
+            break
+    if wrong:
+        print(f"{case.name}: not recorded: {wrong}", flush=True)
+        return False
     by = verify(case) if verified else f"not verified when recorded (meant: tools/verify.py {' '.join(case.verify)})"
-    Golden(here, by, repeats[0]).write(path)
+    Golden(here, by, runs["repeat 1"]).write(path)
     partial_path(path).unlink()
-    beside = "" if whole is None else " and one uninterrupted run"
-    print(f"{case.name}: recorded {path.name} from {len(repeats)} equal repeats of {case.steps} steps{beside}; {by}; "
+    beside = " and one uninterrupted run" if WHOLE in runs else ""
+    print(f"{case.name}: recorded {path.name} from {case.repeats} equal repeats of {case.steps} steps{beside}; {by}; "
           f"{time.monotonic() - started:.0f} s in all", flush=True)
     return True
+
+
+def fault(case: Case, runs: Mapping[str, Steps]) -> str:
+    """How those of the runs to record that are done contradict each other; "" if they do not."""
+    done = [runs[name] for name in repeats(case.repeats) if name in runs]
+    if difference := differing(case, done):
+        return difference
+    # The same layout must give the same bits; another one adds up in another order.
+    limits = None if case.kind == "resume" else case.tolerances
+    whole = runs.get(WHOLE)
+    if whole and done and (wrong := compare(done[0], whole, metrics=case.metrics, num_steps=case.steps, tolerances=limits)):
+        return f"it is not what an uninterrupted run (here called golden) gives: {explain(wrong, done[0], whole)}"
+    return ""
 
 
 def runs_before(case: Case, path: Path, fingerprint_with_code: dict[str, str]) -> dict[str, Steps]:
@@ -165,8 +185,12 @@ def runs_before(case: Case, path: Path, fingerprint_with_code: dict[str, str]) -
 
 def order_of_runs(case: Case) -> list[str]:
     """What recording runs: the run that is not interrupted second, so that a difference shows early."""
-    repeats = [f"repeat {number + 1}" for number in range(case.repeats)]
-    return repeats if case.kind == "regular" else [*repeats[:1], WHOLE, *repeats[1:]]
+    names = repeats(case.repeats)
+    return names if case.kind == "regular" else [*names[:1], WHOLE, *names[1:]]
+
+
+def repeats(times: int) -> list[str]:
+    return [f"repeat {number + 1}" for number in range(times)]
 
 
 def print_diff(golden: Path, other: Path) -> int:

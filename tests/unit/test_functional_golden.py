@@ -5,6 +5,8 @@ import json
 import math
 import re
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from functional_tests.cases import FOLDER, Case, read_case, read_cases  # noqa: 
 from functional_tests.fingerprint import changed, code_digest, fingerprint, golden_name  # noqa: E402
 from functional_tests.golden import Golden, compare, explain, take_steps  # noqa: E402
 from functional_tests.launching import Launcher, RunFailed
-from functional_tests.running import Outcome  # noqa: E402
+from functional_tests.running import Outcome, run_several  # noqa: E402
 
 METRICS = ("loss", "grad_norm", "num_zeros")
 STEPS = {step: {"loss": 10 / 3 / step, "grad_norm": 0.1 * step, "num_zeros": step, "loss/t_0.00-0.25": 0.3} for step in range(1, 21)}
@@ -128,24 +130,20 @@ def test_read_case_names_what_is_wrong(tmp_path, change, text):
 def make_case(tmp_path, monkeypatch, *outcomes, **values):
     """A case whose runs log `outcomes`, one after the other, and whose layout holds."""
     monkeypatch.setattr(Case, "folder", tmp_path)
-    runs = iter(outcomes)
-    monkeypatch.setattr(functional, "run_once", lambda *_, **__: Outcome(next(runs), 1.0))
+    runs = list(outcomes)
+
+    def run_once(*_, **__):
+        if not runs:
+            raise RunFailed("no outcome")
+        return Outcome(runs.pop(0), 1.0)
+
+    monkeypatch.setattr(functional, "run_once", run_once)
     monkeypatch.setattr(functional, "verify", lambda case: "by a test")
     return Case(name="case", recipe="", metrics=METRICS, tolerances=LOOSE, verify=(), **values)
 
 
 def record(case, goes_on=False):
     return functional.record_case(case, Launcher(), verified=True, goes_on=goes_on)
-
-
-def failing_when_out(act):
-    """`act`, in which a run that there is no outcome for fails."""
-    def acting(case):
-        try:
-            return act(case)
-        except StopIteration:
-            raise RunFailed("no outcome") from None
-    return acting
 
 
 def test_record_refuses_repeats_that_differ(tmp_path, monkeypatch, capsys):
@@ -161,7 +159,7 @@ def test_record_refuses_repeats_that_differ(tmp_path, monkeypatch, capsys):
 
 def test_record_goes_on_where_it_was_cut_short(tmp_path, monkeypatch, capsys):
     # The third run fails, as at a time limit; two are kept.
-    assert not functional.attempt(make_case(tmp_path, monkeypatch, STEPS, STEPS, kind="resume", repeats=3), failing_when_out(record))
+    assert not functional.attempt(make_case(tmp_path, monkeypatch, STEPS, STEPS, kind="resume", repeats=3), record)
     assert record(make_case(tmp_path, monkeypatch, STEPS, STEPS, kind="resume", repeats=3), goes_on=True)
     assert capsys.readouterr().out.count("was done before") == 2 and [path.name for path in tmp_path.iterdir()] == ["golden_cpu_x1.json"]
 
@@ -201,6 +199,41 @@ def test_record_refuses_a_resumed_run_that_is_not_the_whole_one(tmp_path, monkey
     assert not record(make_case(tmp_path, monkeypatch, ours, STEPS, kind="resume"))
     assert record(make_case(tmp_path, monkeypatch, ours, STEPS, ours, kind="reshard"))
     assert [path.name for path in tmp_path.iterdir()] == ["golden_cpu_x1.json"]
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 5])
+def test_runs_beside_each_other_record_the_same(tmp_path, monkeypatch, at_once):
+    case = make_case(tmp_path, monkeypatch, STEPS, STEPS, STEPS, STEPS, kind="resume", repeats=3)
+    running, most, run_once = [], [], functional.run_once
+
+    def slow(*_, **__):
+        running.append(1)
+        most.append(len(running))
+        time.sleep(0.05)
+        running.pop()
+        return run_once()
+
+    monkeypatch.setattr(functional, "run_once", slow)
+    assert functional.record_case(case, Launcher(), verified=True, at_once=at_once)
+    assert max(most) == min(at_once, 4) and Golden.read(tmp_path / "golden_cpu_x1.json").steps == STEPS
+
+
+def test_a_run_that_fails_ends_those_beside_it():
+    ended = threading.Event()
+
+    def fails():
+        raise RunFailed("at once")
+
+    def waits():
+        assert ended.wait(10)
+        return Outcome(STEPS, 1.0)
+
+    def never():
+        raise AssertionError("begun after the failure")
+
+    with pytest.raises(RunFailed, match="at once"):
+        list(run_several({"waits": waits, "fails": fails, "never": never}, 2, ended.set))
+    assert ended.is_set()
 
 
 def test_record_refuses_a_layout_that_does_not_hold(tmp_path, monkeypatch):

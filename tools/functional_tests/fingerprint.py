@@ -5,6 +5,7 @@ import hashlib
 import os
 import re
 from collections.abc import Mapping
+from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -30,9 +31,22 @@ def fingerprint(device: str, environment: Mapping[str, str] = os.environ) -> dic
         entries |= {
             "cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version()),
             "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+            "cublas": package_version("nvidia-cublas", f"nvidia-cublas-cu{(torch.version.cuda or '').partition('.')[0]}"),
+            "triton": package_version("triton"),
+            "processors": str(torch.cuda.get_device_properties().multi_processor_count),
             "nccl_algo": environment.get("NCCL_ALGO", "unset"),
             "cublas_workspace": environment.get("CUBLAS_WORKSPACE_CONFIG", "unset")}
     return entries
+
+
+def package_version(*names: str) -> str:
+    """Of the first of these that is installed, "none" where none is."""
+    for name in names:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return "none"
 
 
 def code_digest(root: Path) -> str:

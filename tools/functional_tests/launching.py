@@ -7,6 +7,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -73,12 +74,16 @@ class Server:
         if any(statuses):
             raise RunFailed(f"{' '.join(command.arguments)} ended with status {statuses} (of each rank):\n{said}")
 
-    def close(self) -> None:
+    def kill(self) -> None:
         """End it, and whatever it has forked."""
         try:
             os.killpg(self._process.pid, signal.SIGKILL)
         except ProcessLookupError:
             pass
+
+    def close(self) -> None:
+        """The same, and wait for its end."""
+        self.kill()
         self._process.wait()
         self._process.stdin.close()
         self._process.stdout.close()
@@ -86,27 +91,47 @@ class Server:
 
 @dataclass
 class Launcher:
-    """Servers by what they have imported under; started when first needed. A context manager that ends them."""
+    """Servers by what they have imported under; started when first needed, another where all of a kind are busy with runs of other threads.
+    A context manager that ends them."""
 
-    servers: dict[tuple[str | None, ...], Server] = field(default_factory=dict)
+    idle: dict[tuple[str | None, ...], list[Server]] = field(default_factory=dict)
+    busy: list[Server] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def run(self, command: Command, output: Path, seconds: float) -> None:
         """Run the command to its end; RunFailed as Server.run says."""
         key = tuple(command.environment.get(name) for name in READ_AT_IMPORT)
-        if key not in self.servers:
-            self.servers[key] = Server(command.environment)
+        with self.lock:
+            idle = self.idle.setdefault(key, [])
+            server = idle.pop() if idle else Server(command.environment)
+            self.busy.append(server)
         try:
-            self.servers[key].run(command, output, seconds)
+            server.run(command, output, seconds)
         except BaseException as reason:
-            self.servers.pop(key).close()
+            server.close()
             if not isinstance(reason, RunFailed) and output.is_file():  # such as a time limit: where it stood
                 print(f"stopped; its output ends with\n{output.read_text(errors='replace')[-2000:]}", file=sys.stderr, flush=True)
             raise
+        else:
+            with self.lock:
+                idle.append(server)
+        finally:
+            with self.lock:
+                self.busy.remove(server)
+
+    def stop(self) -> None:
+        """End the runs of other threads; each of them sees that its server has ended."""
+        with self.lock:
+            for server in self.busy:
+                server.kill()
 
     def close(self) -> None:
-        for server in self.servers.values():
-            server.close()
-        self.servers.clear()
+        self.stop()
+        with self.lock:
+            for servers in self.idle.values():
+                for server in servers:
+                    server.close()
+            self.idle.clear()
 
     def __enter__(self) -> Launcher:
         return self

@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -25,6 +27,23 @@ class Outcome:
     steps: Steps
     seconds: float
     times: tuple[str, ...] = ()
+
+
+def run_several(starts: Mapping[str, Callable[[], Outcome]], at_once: int, stop: Callable[[], None]) -> Iterator[tuple[str, Outcome]]:
+    """(name, outcome) of each run as it ends, in the order of `starts` where one runs at a time. Where a run fails, or nobody asks for
+    more, no other begins, and `stop` must end those that run."""
+    waiting, running = list(starts), dict[Future, str]()
+    with ThreadPoolExecutor(at_once) as pool:
+        try:
+            while waiting or running:
+                while waiting and len(running) < at_once:
+                    name = waiting.pop(0)
+                    running[pool.submit(starts[name])] = name
+                for done in wait(running, return_when=FIRST_COMPLETED).done:
+                    yield running.pop(done), done.result()
+        finally:
+            if running:
+                stop()
 
 
 def environment_of(case: Case, part: Part, save: Path) -> dict[str, str]:
