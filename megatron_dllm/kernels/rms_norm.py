@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import persistent_programs, tile
+from .launch import next_power_of_2, persistent_programs, tile
 
 
 @triton.jit
@@ -70,7 +70,9 @@ def sum_partials(partial: Tensor, dtype: torch.dtype) -> Tensor:
     """[W] in `dtype`: the sum over the programs of partial fp32 [P, W], always in the same order."""
     num_rows, width = partial.shape
     total = torch.empty(width, dtype=dtype, device=partial.device)
-    _sum_rows[(triton.cdiv(width, 32),)](partial, total, num_rows, WIDTH=width, ROWS=64, COLUMNS=32)
+    # All rows of a few columns at once: there are two a processor, and waiting for a second reading would take as long as the first.
+    _sum_rows[(triton.cdiv(width, 16),)](partial, total, num_rows, WIDTH=width, ROWS=min(512, next_power_of_2(num_rows)), COLUMNS=16,
+                                         num_warps=8)
     return total
 
 
