@@ -1,6 +1,6 @@
-"""What low-rank adapters add beside up to three frozen matrices that read one input, in five launches however many matrices there are.
+"""What low-rank adapters add beside up to three frozen matrices that read one input, in six launches however many matrices there are.
 
-    narrow      low = x A.T, in parts of the sum                       of all matrices, x read once
+    narrow      low = x A.T, in parts of the sum, and the sum          of all matrices, x read once
     widen       y = scale * low B.T                                    to which the frozen product is then added
     outward     dlow = dy B,  dB = scale * dy.T low
     inward      dx = scale * dlow A,  dA = scale * dlow.T x            to dx the frozen product is then added
@@ -25,12 +25,12 @@ from .launch import next_power_of_2
 
 MOST_MATRICES, MOST_COLUMNS = 3, 64  # of A x, of a matrix: with more, three stages do not fit shared memory, and torch's products do well
 LEAST_COLUMNS = 16  # of a product on tensor cores
-# Measured on an H200, bf16, rank 16, three matrices of 2816 x (4096, 2048, 2048), us of 5120 and 1280 rows: A x in one part by 32 and 16
-# rows, three stages 25 and 12; y by 64 x 128 26 and 8; dlow by 16 rows and dB by 64 x 64, three stages 48 and 16; dx and dA by 64 x 64, two
-# stages 27 and 8; the sums by blocks of 256 6 and 5. What is not that is counted, and not measured yet: 64 rows for the instructions of a
-# group of warps, parts of A x for more programs, dB by 64 x 128 for fewer, four stages to wait less.
+# Measured on an H200, bf16, rank 16, three matrices of 2816 x (4096, 2048, 2048), us of 5120 rows: A x in four parts by 64 rows 15, in one
+# part by 32 rows 25; y by 64 x 128 26, with the parts summed in each of its blocks 46; dlow and dB by 64 rows and 64 x 128, four stages 39,
+# by 16 rows and 64 x 64, three stages 48; dx and dA in four stages 21, in two 27; the sums by blocks of 256 5.
 MANY_ROWS = 4096
 SPLIT = 4  # parts that A x is summed in
+FOLDED = 1024  # numbers of A x that a program sums up
 PARTS = 8  # that a gradient over rows is summed in: an eighth of the reading of dy at these widths, and 350 programs for dA
 
 
@@ -91,26 +91,24 @@ def _narrow(x, a_0, a_1, a_2, low, num_rows, depth, x_stride, low_stride, MATRIC
 
 
 @triton.jit
-def _summed(pointer, at, stride, inside, COUNT: tl.constexpr):
-    """The sum of COUNT parts, in order."""
-    total = tl.load(pointer + at, mask=inside, other=0.0)
-    for part in tl.static_range(1, COUNT):
-        total += tl.load(pointer + part * stride + at, mask=inside, other=0.0)
-    return total
+def _fold(parts, low, size, SPLIT: tl.constexpr, BLOCK: tl.constexpr):
+    """low as the sum of SPLIT parts, in order, rounded."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.load(parts + at, mask=at < size, other=0.0)
+    for part in tl.static_range(1, SPLIT):
+        total += tl.load(parts + part * size + at, mask=at < size, other=0.0)
+    tl.store(low + at, total.to(low.dtype.element_ty), mask=at < size)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _widen(parts, b_0, b_1, b_2, low, y, num_rows, low_stride, y_stride, width_0, width_1, width_2, scale, MATRICES: tl.constexpr,
-           PARTS: tl.constexpr, RANK: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+def _widen(low, b_0, b_1, b_2, y, num_rows, low_stride, y_stride, width_0, width_1, width_2, scale, MATRICES: tl.constexpr,
+           PARTS: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
            PRECISION: tl.constexpr):
-    """y, and low as the sum of SPLIT parts, rounded."""
     matrix, part, first, before = _part_of(tl.program_id(0), width_0, width_1, width_2, MATRICES, PARTS, COLUMNS)
     width, b = _pick(matrix, width_0, width_1, width_2, MATRICES), _pick(matrix, b_0, b_1, b_2, MATRICES)
     row, column, inner = tl.program_id(1) * ROWS + tl.arange(0, ROWS), first + tl.arange(0, COLUMNS), tl.arange(0, INNER)
     at, inside = row[:, None] * low_stride + (matrix * PARTS + part) * RANK + inner[None, :], (row < num_rows)[:, None] & (inner < RANK)
-    narrow = _summed(parts, at, num_rows * low_stride, inside, SPLIT).to(low.dtype.element_ty)
-    if first == 0:
-        tl.store(low + at, narrow, mask=inside)
+    narrow = tl.load(low + at, mask=inside, other=0.0)
     b += (part * width + column)[None, :] * RANK + inner[:, None]
     wide = tl.load(b, mask=(column < width)[None, :] & (inner < RANK)[:, None], other=0.0)
     value = tl.dot(narrow, wide, input_precision=PRECISION) * scale
@@ -285,30 +283,32 @@ def _thin(x: Tensor, num_rows: int, columns: int) -> tuple[int, int]:
 
 
 def narrow(x: Tensor, a: Sequence[Tensor]) -> Tensor:
-    """low in parts, fp32 [parts, T, R], of x [T, D], whose rows may be strided; a [(P,) r, D] each, contiguous."""
+    """low [T, R] of x [T, D], whose rows may be strided; a [(P,) r, D] each, contiguous."""
     num_rows, depth = x.shape
     ranks = a[0].numel() // depth
     columns = len(a) * _columns(ranks)
     rows, step = _thin(x, num_rows, columns)
-    parts = x.new_empty(SPLIT, num_rows, len(a) * ranks, dtype=torch.float32)
+    low = x.new_empty(num_rows, len(a) * ranks)
+    parts = low.new_empty(SPLIT, *low.shape, dtype=torch.float32)
     if num_rows:
         _narrow[(triton.cdiv(num_rows, rows), SPLIT)](
             x, *_three(a), parts, num_rows, depth, x.stride(0), parts.stride(1), MATRICES=len(a), RANKS=ranks, ROWS=rows, STEP=step,
             COLUMNS=_columns(ranks), STAGES=4 if columns <= 128 else 3, PRECISION=_precision(x))
-    return parts
+        _fold[(triton.cdiv(low.numel(), FOLDED),)](parts, low, low.numel(), SPLIT=SPLIT, BLOCK=FOLDED)
+    return low
 
 
-def widen(low_parts: Tensor, b: Sequence[Tensor], scale: float) -> tuple[Tensor, Tensor]:
-    """scale * low B.T of all matrices beside each other, [T, the sum of their P F], and low [T, R]; b [(P,) F, r] each, contiguous."""
-    (split, num_rows, width), rank, parts = low_parts.shape, b[0].shape[-1], _num_parts(b[0])
-    low, y = b[0].new_empty(num_rows, width), b[0].new_empty(num_rows, sum(each.numel() for each in b) // rank)
+def widen(low: Tensor, b: Sequence[Tensor], scale: float) -> Tensor:
+    """scale * low B.T of all matrices beside each other, [T, the sum of their P F], of low [T, R]; b [(P,) F, r] each, contiguous."""
+    num_rows, rank, parts = len(low), b[0].shape[-1], _num_parts(b[0])
+    y = low.new_empty(num_rows, sum(each.numel() for each in b) // rank)
     rows, columns = 64, 128
     blocks = sum(parts * triton.cdiv(each.shape[-2], columns) for each in b)
     if num_rows:
         _widen[(blocks, triton.cdiv(num_rows, rows))](
-            low_parts, *_three(b), low, y, num_rows, low.stride(0), y.stride(0), *_widths(b), scale, MATRICES=len(b), PARTS=parts,
-            RANK=rank, SPLIT=split, ROWS=rows, COLUMNS=columns, INNER=_columns(rank), PRECISION=_precision(low))
-    return y, low
+            low, *_three(b), y, num_rows, low.stride(0), y.stride(0), *_widths(b), scale, MATRICES=len(b), PARTS=parts, RANK=rank,
+            ROWS=rows, COLUMNS=columns, INNER=_columns(rank), PRECISION=_precision(low))
+    return y
 
 
 def outward(dys: Sequence[Tensor], b: Sequence[Tensor], low: Tensor, scale: float, num_live: int) -> tuple[Tensor, Tensor]:

@@ -121,7 +121,8 @@ class _ByKernels(torch.autograd.Function):
 
         x = x if x.stride(1) == 1 else x.contiguous()
         weights, a, b = (tensors[count * i:count * (i + 1)] for i in range(3))
-        (all_y, low), whole = low_rank.widen(low_rank.narrow(x, a), b, scale), joined(weights, 0)
+        low, whole = low_rank.narrow(x, a), joined(weights, 0)
+        all_y = low_rank.widen(low, b, scale)
         ys = all_y.split([len(weight) for weight in weights], 1)
         for y, weight in zip(ys, weights, strict=True) if whole is None else ((all_y, whole),):
             y.addmm_(x, weight.t())
