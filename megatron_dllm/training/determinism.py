@@ -44,7 +44,8 @@ def require_determinism(run: RunConfig, device: torch.device, world_size: int, e
     """
     if found := obstacles(run, device, world_size, environment):
         raise ValueError("--deterministic-mode cannot be kept:\n" + "\n".join(f"  {text}" for text in found))
-    torch.use_deterministic_algorithms(True)
+    # The same as use_deterministic_algorithms(True), which imports the compiler besides: two seconds of every start.
+    torch.set_deterministic_debug_mode("error")
     names = ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO")[:1 + (world_size > 1)] if device.type == "cuda" else ()
     kept = "".join(f", {name} {environment[name]}" for name in names)
     return f"deterministic mode: {device.type}{kept}; torch refuses what has no deterministic form"
