@@ -225,7 +225,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if head.logit_loss is not None:
             score, rows = partial(_score_by_loss, loss=head.logit_loss), weight
         gradient_dtype = weight.dtype if wants_hidden or wants_weight else None
-        for part in token_chunks(hidden.shape[0], weight, head.chunk_bytes):
+        for part in token_chunks(hidden.shape[0], weight, head.chunk_bytes, is_trained=wants_weight):
             chunk = _Chunk(product(hidden[part], rows.t()), targets[part], token_weights[part].to(dtype),
                            *(None if x is None else x[part] for x in (observed, bonus)))
             scores, grad = score(chunk, head, gradient_dtype)

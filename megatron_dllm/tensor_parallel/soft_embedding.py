@@ -127,7 +127,7 @@ class _SoftEmbedding(torch.autograd.Function):
         dresult, gradient = dresult * head.scale, ctx.gradient
         total = GradientSum() if gradient is None else gradient
         dresult = total.unscaled(dresult)
-        for chunk in token_chunks(hidden.shape[0], weight, head.chunk_bytes):
+        for chunk in token_chunks(hidden.shape[0], weight, head.chunk_bytes, is_trained=True):
             logits = steps.logits(hidden[chunk], own_rows, head.softcap)
             probabilities = steps.probabilities(logits, largest[chunk], factor[chunk], head.softcap, weight.dtype)
             total.add_product(weight, probabilities.t(), dresult[chunk])

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from megatron_dllm.parallel.context import Group
 
-# Each chunk adds to the weight's gradient, which at 262144 rows reads and writes 6 GB: a GPU takes chunks of 2048 tokens there.
 CHUNK_BYTES, CHUNK_BYTES_ON_GPU = 1 << 29, 1 << 31
+# Each chunk adds to the weight's gradient, if there is one, which at 262144 rows reads and writes 6 GB: a GPU takes 4096 tokens there.
+CHUNK_BYTES_OF_TRAINED = 1 << 32
 
 
 @dataclass(frozen=True)
@@ -43,11 +44,12 @@ def check_tokens(tokens: Tensor, vocab_size: int, name: str) -> None:
     torch._assert_async(((tokens >= 0) & (tokens < vocab_size)).all(), f"{name} outside the vocabulary of {vocab_size}")
 
 
-def token_chunks(num_tokens: int, weight: Tensor, chunk_bytes: int | None) -> Iterator[slice]:
-    """Slices of the tokens whose logits take `chunk_bytes` at most (None: as suits the device), one token at least; as many on every rank
-    of tp."""
+def token_chunks(num_tokens: int, weight: Tensor, chunk_bytes: int | None, *, is_trained: bool = False) -> Iterator[slice]:
+    """Slices of the tokens whose logits take `chunk_bytes` at most (None: as suits the device, and whether each adds to a gradient of the
+    weight), one token at least; as many on every rank of tp."""
     if chunk_bytes is None:
-        chunk_bytes = CHUNK_BYTES_ON_GPU if weight.is_cuda else CHUNK_BYTES
+        on_gpu = CHUNK_BYTES_OF_TRAINED if is_trained else CHUNK_BYTES_ON_GPU
+        chunk_bytes = on_gpu if weight.is_cuda else CHUNK_BYTES
     step = max(1, chunk_bytes // (weight.shape[0] * at_least_fp32(weight).itemsize))
     return (slice(start, min(start + step, num_tokens)) for start in range(0, num_tokens, step))
 

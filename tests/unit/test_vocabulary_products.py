@@ -71,3 +71,10 @@ def test_head_on_a_gpu(dtype):
     tolerance = {torch.bfloat16: 2**-8, torch.float32: 1e-5, torch.float64: 1e-12}[dtype]
     for on_cpu, on_gpu in zip(*results, strict=True):
         assert (on_cpu - on_gpu).abs().max() <= 2 * tolerance * on_cpu.abs().max()
+
+
+@pytest.mark.gpu
+def test_chunks_that_add_to_a_gradient_are_longer():
+    weight = torch.empty(262144, 0, dtype=torch.bfloat16, device="cuda")
+    assert [[part.stop for part in token_chunks(5000, weight, None, is_trained=is_trained)] for is_trained in (False, True)] == [
+        [2048, 4096, 5000], [4096, 5000]]
