@@ -35,9 +35,9 @@ def soft_embedding(
 
     The softmax is in fp32 at least and rounded to the weight's dtype before the second product. Only the weight that is
     averaged gets a gradient, scale * probabilities.T @ d(result); the logits count as constants. Every rank must be given
-    the whole d(result). Saved: hidden, weight and two numbers a token; the probabilities are computed again in backward.
-    `chunk_bytes` bounds a chunk's logits [n, v], of which two are live at once. With `shared`, the weight with a gradient sum, the gradient
-    is added there.
+    the whole d(result). Saved: hidden, weight, two numbers a token and, where one chunk has all tokens, the probabilities in the weight's
+    dtype (half a GiB of 1024 tokens and 262144 rows); otherwise they are computed again in backward. `chunk_bytes` bounds a chunk's logits
+    [n, v], of which two are live at once. With `shared`, the weight with a gradient sum, the gradient is added there.
     """
     assert hidden.dim() == 2 and hidden.dtype == weight.dtype, f"hidden {tuple(hidden.shape)} {hidden.dtype}, weight {weight.dtype}"
     head = _Head(softcap, torch.tensor(scale, dtype=weight.dtype).item(), tp, VocabularyRange.of(weight, vocab_size, tp), chunk_bytes)
@@ -108,26 +108,31 @@ class _SoftEmbedding(torch.autograd.Function):
     def forward(ctx, hidden, weight, head, ticket, gradient):
         own_rows, steps = weight[: head.own.size], _steps(hidden, weight)
         largest, factor = (hidden.new_empty(hidden.shape[0], dtype=at_least_fp32(weight)) for _ in range(2))
-        result = torch.empty_like(hidden)
-        for chunk in token_chunks(hidden.shape[0], weight, head.chunk_bytes):
+        result, kept = torch.empty_like(hidden), None
+        chunks = list(token_chunks(hidden.shape[0], weight, head.chunk_bytes))
+        for chunk in chunks:
             logits = steps.logits(hidden[chunk], own_rows, head.softcap)
             largest[chunk], factor[chunk] = _softmax(steps.own_sums(logits, head.softcap), head.tp)
             probabilities = steps.probabilities(logits, largest[chunk], factor[chunk], head.softcap, weight.dtype)
             torch.mm(probabilities, own_rows, out=result[chunk])
-        ctx.save_for_backward(hidden, weight, largest, factor)
+            if len(chunks) == 1 and (ctx.needs_input_grad[1] or ctx.needs_input_grad[3]):
+                kept = probabilities
+        ctx.save_for_backward(hidden, weight, largest, factor, kept)
         ctx.head, ctx.gradient = head, gradient
         return communication.all_reduce(result, head.tp, overwrite=True).mul_(head.scale)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dresult):
-        hidden, weight, largest, factor = ctx.saved_tensors
+        hidden, weight, largest, factor, kept = ctx.saved_tensors
         head = ctx.head
         own_rows, steps = weight[: head.own.size], _steps(hidden, weight)
         dresult, gradient = dresult * head.scale, ctx.gradient
         total = GradientSum() if gradient is None else gradient
         dresult = total.unscaled(dresult)
-        for chunk in token_chunks(hidden.shape[0], weight, head.chunk_bytes, is_trained=True):
+        if kept is not None:
+            total.add_product(weight, kept.t(), dresult)
+        for chunk in token_chunks(hidden.shape[0], weight, head.chunk_bytes, is_trained=True) if kept is None else ():
             logits = steps.logits(hidden[chunk], own_rows, head.softcap)
             probabilities = steps.probabilities(logits, largest[chunk], factor[chunk], head.softcap, weight.dtype)
             total.add_product(weight, probabilities.t(), dresult[chunk])

@@ -6,6 +6,7 @@ import torch
 from megatron_dllm.parallel import ParallelContext
 from megatron_dllm.tensor_parallel import soft_embedding
 from tests.unit.largest_tensor import LargestTensor
+from tests.unit.launch_count import LaunchCounter
 
 TP = ParallelContext.single().tp
 HIDDEN = 6
@@ -75,3 +76,17 @@ def test_never_holds_all_logits():
         soft_embedding(hidden, weight, softcap=3.0, scale=2.0, tp=TP, vocab_size=64, chunk_bytes=8 * 64 * 8).backward(upstream)
     assert whole.numel == 96 * 64
     assert chunked.numel == 96 * HIDDEN
+
+
+def test_probabilities_are_kept_where_one_chunk_has_all_tokens():
+    hidden, weight, upstream = inputs(7, 61, torch.float64)
+    found = []
+    for chunk_bytes in (None, 6 * 61 * 8):
+        with LaunchCounter() as counter:
+            y = soft_embedding(hidden, weight, softcap=3.0, scale=2.0, tp=TP, vocab_size=61, chunk_bytes=chunk_bytes)
+            results = y.detach(), *torch.autograd.grad(y, weight, upstream)
+        found.append((results, sum(number for name, number in counter.launches.items() if "mm" in name)))
+    (kept, few), (again, many) = found
+    assert (few, many) == (3, 8)
+    for ours, want in zip(kept, again, strict=True):
+        torch.testing.assert_close(ours, want, rtol=1e-12, atol=1e-12)
