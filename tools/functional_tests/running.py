@@ -31,7 +31,7 @@ class Outcome:
 
 def run_several(starts: Mapping[str, Callable[[], Outcome]], at_once: int, stop: Callable[[], None]) -> Iterator[tuple[str, Outcome]]:
     """(name, outcome) of each run as it ends, in the order of `starts` where one runs at a time. Where a run fails, or nobody asks for
-    more, no other begins, and `stop` must end those that run."""
+    more, no other begins, and `stop` must end those that run; where each stood is printed."""
     waiting, running = list(starts), dict[Future, str]()
     with ThreadPoolExecutor(at_once) as pool:
         try:
@@ -44,6 +44,8 @@ def run_several(starts: Mapping[str, Callable[[], Outcome]], at_once: int, stop:
         finally:
             if running:
                 stop()
+                for ended in wait(running).done:
+                    print(f"{running[ended]}: stopped: {str(ended.exception())[-700:]}", file=sys.stderr, flush=True)
 
 
 def environment_of(case: Case, part: Part, save: Path) -> dict[str, str]:
