@@ -6,10 +6,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
-from benchmarking.generation import _at_most, _why  # noqa: E402
+from benchmarking.generation import _at_most, _said, _why  # noqa: E402
 
 
 def busy() -> None:
@@ -38,5 +39,19 @@ def test_a_line_says_why_it_has_no_figure():
 
     with pytest.raises(RuntimeError) as caught:
         inside_a_compiler()
-    assert _why(caught.value, 7).startswith("not done after the 7 s")
+    assert _why(caught.value, 7).startswith("not done in the 7 s")
     assert _why(RuntimeError("out of memory\nand more"), 7) == "RuntimeError: out of memory"
+
+
+def test_compilations_are_said(capsys, monkeypatch):
+    monkeypatch.setattr("benchmarking.generation.EVERY", 0.01)
+    function = torch.compile(lambda x: x + 1, backend="eager")
+    with _said("a row"):
+        function(torch.ones(2))
+        time.sleep(0.05)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("a row a compilation begins after 0 s") and any("still at it" in line for line in lines)
+    assert sum("is done" in line for line in lines) == 1
+    torch.compiler.reset()
+    function(torch.ones(2))
+    assert not capsys.readouterr().out  # nothing is left that speaks

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import signal
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -17,6 +18,7 @@ from functools import partial
 from types import FrameType
 
 import torch
+import torch._dynamo.callback
 from torch._dynamo.exc import TorchDynamoException
 from transformers.models.diffusion_gemma.modeling_diffusion_gemma import DiffusionGemmaForBlockDiffusion
 
@@ -32,6 +34,7 @@ from .workload import FIRST_TOKEN, DeviceNormal, real_width, release_memory, toy
 FEW, MANY, RUNS = 4, 24, 3
 AIMS = {1: 5.0, 8: 3.5}  # batch size -> times faster than the peer
 STATIC_AIM = 1.2  # than its static cache
+EVERY = 10  # seconds
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,49 +42,62 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8], help="Prompts at once.")
     parser.add_argument("--prompt", type=int, default=1024, help="Tokens of each prompt.")
     parser.add_argument("--static-cache-limit", type=int, default=240, metavar="SECONDS",
-                        help="For transformers' static cache at all batch sizes, which it compiles first, for minutes; 0: without it.")
-    parser.add_argument("--static-cache-layers", type=int,
-                        help="Layers of both sides there, if fewer than --layers: compilation takes as long as there are layers.")
+                        help="For transformers' static cache, which it compiles first, for minutes, all of it; 0: without it.")
+    parser.add_argument("--static-cache-layers", type=int, nargs="+", metavar="LAYERS",
+                        help="Layers of both sides there, one model after the other, if not --layers: more layers compile for longer.")
     parser.add_argument("--toy", action="store_true", help="Toy width, on any device.")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the table; the number of lines that miss their aim. What could not be measured is said, and counts for nothing."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    pair, prompts, ours, missed = _pair(arguments.layers, arguments, device), {}, {}, 0
+    pair, missed = _pair(arguments.layers, arguments, device), 0
+    prompts = [_prompts(batch, pair[0].config.vocab_size, arguments.prompt) for batch in arguments.batch_sizes]
     print(f"{device.type}, {pair[0].dtype}; milliseconds a denoising step, sampling included; 'rest': what a canvas takes beside its steps "
           "(encoding the prompt), no more than theirs being the aim")
     print(f"{'layers':>6} {'batch':>5} {'prompt':>6} {'cache':>8} {'ours':>9} {'transformers':>12} {'ratio':>6} {'aim':>5} {'our rest':>9} "
           f"{'their rest':>12}", flush=True)
-    for batch in arguments.batch_sizes:
-        generator = torch.Generator().manual_seed(batch)
-        prompts[batch] = torch.randint(FIRST_TOKEN, pair[0].config.vocab_size, (batch, arguments.prompt), generator=generator)
-        ours[batch] = _our_step(pair[0], prompts[batch])
-        peer = _their_step(pair, prompts[batch], {})
-        missed += _print_line(_name(arguments.layers, prompts[batch], "dynamic"), ours[batch], peer, AIMS.get(batch, 1.0))
+    for prompt in prompts:
+        ours, peer = _our_step(pair[0], prompt), _their_step(pair, prompt, {})
+        missed += _print_line(_name(arguments.layers, prompt, "dynamic"), ours, peer, AIMS.get(len(prompt), 1.0))
     if not arguments.static_cache_limit:
         return missed
-    layers = arguments.static_cache_layers or arguments.layers
-    if layers != arguments.layers:
-        del pair
-        release_memory(device)
-        pair = _pair(layers, arguments, device)
-        ours = {batch: _our_step(pair[0], prompt) for batch, prompt in prompts.items()}
+    del pair
     end = time.monotonic() + arguments.static_cache_limit
-    for batch, prompt in prompts.items():
+    return missed + sum(_static_lines(layers, arguments, prompts, end, device)
+                        for layers in arguments.static_cache_layers or [arguments.layers])
+
+
+def _static_lines(layers: int, arguments: argparse.Namespace, prompts: list[torch.Tensor], end: float, device: torch.device) -> int:
+    """Beside their static cache, as long as there is time; lines that miss the aim."""
+    release_memory(device)
+    missed, pair = 0, None
+    for prompt in prompts:
+        name = _name(layers, prompt, "static")
         try:
-            with _at_most(end - time.monotonic()):
+            # A limit may not stop what it is not needed for: a model half built.
+            if time.monotonic() >= end:
+                raise TimeoutError
+            pair = pair or _pair(layers, arguments, device)
+            ours = _our_step(pair[0], prompt)
+            # Nothing compiled for other shapes before: it would be compiled for shapes that vary.
+            torch.compiler.reset()
+            with _at_most(end - time.monotonic()), _said(name):
                 peer = _their_step(pair, prompt, {"cache_implementation": "static"})
         except (TimeoutError, TorchDynamoException) as error:
-            print(f"{_name(layers, prompt, 'static')} not measured: {_why(error, arguments.static_cache_limit)}", flush=True)
+            print(f"{name} not measured: {_why(error, arguments.static_cache_limit)}", flush=True)
             continue
-        missed += _print_line(_name(layers, prompt, "static"), ours[batch], peer, STATIC_AIM)
+        missed += _print_line(name, ours, peer, STATIC_AIM)
     return missed
+
+
+def _prompts(batch: int, vocab_size: int, length: int) -> torch.Tensor:
+    return torch.randint(FIRST_TOKEN, vocab_size, (batch, length), generator=torch.Generator().manual_seed(batch))
 
 
 def _pair(num_layers: int, arguments: argparse.Namespace, device: torch.device) -> tuple[DiffusionGemma, DiffusionGemmaForBlockDiffusion]:
     """Our model and theirs, on one set of weights."""
-    layers = ["full" if number % 6 == 5 else "sliding" for number in range(num_layers)]
+    layers = ["full" if number % 6 == 5 or number == num_layers - 1 else "sliding" for number in range(num_layers)]
     config = (toy_width if arguments.toy else real_width)(layers)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     # Theirs first: while it is built it holds the stack twice.
@@ -132,12 +148,44 @@ def _at_most(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
+@contextmanager
+def _said(name: str) -> Iterator[None]:
+    """Prints when a compilation begins and ends, and every EVERY seconds that it is not over: compiled are the decoder twice, without a
+    signal of the step before and with one, and parts of the sampler."""
+    start, over, handler = time.monotonic(), threading.Event(), torch._dynamo.callback.callback_handler
+
+    def say(what: str) -> None:
+        print(f"{name} {what} after {time.monotonic() - start:.0f} s", flush=True)
+
+    def begun(*_: object) -> None:
+        say("a compilation begins")
+
+    def ended(*_: object) -> None:
+        say("a compilation is done")
+
+    def wait() -> None:
+        while not over.wait(EVERY):
+            say("still at it")
+
+    handler.register_start_callback(begun)
+    handler.register_end_callback(ended)
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        handler.remove_start_callback(begun)
+        handler.remove_end_callback(ended)
+
+
 def _why(error: BaseException, limit: int) -> str:
     """In one line; a compiler's error may hide that time ran out."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, TimeoutError):
-            return f"not done after the {limit} s of --static-cache-limit for all batch sizes, compilation included"
+            return f"not done in the {limit} s of --static-cache-limit, which are for all models and batch sizes, compilation included"
         cause = cause.__cause__ or cause.__context__
     return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0][:200]}"
 
