@@ -63,9 +63,13 @@ def _adamw(table, chunks, divisor, keep_mean, add_mean, keep_square, add_square,
     else:
         copy = tl.multiple_of(tl.load(row + 4).to(tl.pointer_type(COPY)), 8)
         length = tl.load(row + 5)
-    factor = 1.0 if divisor is None else 1.0 / tl.load(divisor)
     start = tl.load(entry + 1).to(tl.int64) * CHUNK
     stop = tl.minimum(start + CHUNK, length)
+    factor = 1.0
+    if divisor is not None:
+        by = tl.load(divisor)
+        factor = 1.0 / by
+        stop = tl.where(by == by, stop, start)
     whole = stop - (stop - start) % BLOCK
     # Masked accesses of a length that is not known to be even go number by number, so that only the last block has a mask.
     for first in range(start, whole, BLOCK):
@@ -80,7 +84,7 @@ def _adamw(table, chunks, divisor, keep_mean, add_mean, keep_square, add_square,
 def adamw_(pieces: Pieces, rates: Rates, divisor: Tensor | None, copy_dtype: torch.dtype | None) -> None:
     """Step in place; pieces of (gradient, master, mean, square), all fp32, and of `copy` in `copy_dtype`, unless that is None.
 
-    divisor  fp32 of one element, on the device: gradients count as divided by it
+    divisor  fp32 of one element, on the device: gradients count as divided by it; where it is not a number, nothing is changed
     """
     first, second = rates.betas
     # Differences from one are made in fp64: those of fp32 numbers would be off by a part in ten thousand.

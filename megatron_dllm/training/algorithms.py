@@ -27,12 +27,14 @@ class Algorithm:
     counts_in_groups  the number of steps is an int of each group; otherwise a tensor of each parameter's state
     divides           fp32 gradients are divided by its attribute `grad_scale`, a tensor or None, while they are read for the update
     writes_copies     it gives the masters' new values to the tensors (or None) that each group has as "copies"
+    skips             a `grad_scale` that is not a number has it update nothing, and its `take_back` uncounts such a step
     """
 
     make: Callable[[list[dict], OptimizerConfig], torch.optim.Optimizer | KernelAdamW]
     counts_in_groups: bool = False
     divides: bool = False
     writes_copies: bool = False
+    skips: bool = False
 
 
 def _torch_adamw(groups: list[dict], config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -62,7 +64,7 @@ def _sgd(groups: list[dict], config: OptimizerConfig) -> torch.optim.Optimizer:
 
 adamw = Algorithm(_torch_adamw, divides=True)
 sgd = Algorithm(_sgd)  # plain gradient descent: for comparisons, since it does not hide the gradient's size
-by_kernel = Algorithm(_kernel_adamw, counts_in_groups=True, divides=True, writes_copies=True)
+by_kernel = Algorithm(_kernel_adamw, counts_in_groups=True, divides=True, writes_copies=True, skips=True)
 BACKENDS = {"local": by_kernel, "torch": adamw,
             **{name: Algorithm(partial(_package_adamw, name), counts_in_groups=True) for name in PACKAGES}}
 

@@ -73,7 +73,7 @@ class StaticInputs:
         """Take over the numbers of `inputs`, of the same form, on the host or on the device."""
         sources = tensors_of(inputs)
         if all(tensor.device == self.buffer.device for tensor in sources):
-            torch._foreach_copy_(self.tensors, sources)
+            copy_by_dtype(self.tensors, sources)
             return
         # A fresh staging buffer each time: the copy from the last one may not be over.
         staging = torch.empty(self.num_bytes, dtype=torch.uint8, pin_memory=self.buffer.is_cuda)
@@ -188,13 +188,18 @@ def copied(result: Any) -> Any:
     """`result` with its tensors copied to memory of their own, a launch a dtype."""
     sources = tensors_of(result)
     copies = [torch.empty_like(tensor) for tensor in sources]
+    copy_by_dtype(copies, sources)
+    remaining = iter(copies)
+    return map_tensors(result, lambda _: next(remaining))
+
+
+def copy_by_dtype(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy each source into its target, of one shape and dtype with it: a launch a dtype, where tensors of several would be one each."""
     of_dtype = defaultdict(list)
-    for pair in zip(copies, sources, strict=True):
+    for pair in zip(targets, sources, strict=True):
         of_dtype[pair[1].dtype].append(pair)
     for pairs in of_dtype.values():
         torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
-    remaining = iter(copies)
-    return map_tensors(result, lambda _: next(remaining))
 
 
 def forward_backward_of(model: DiffusionGemma) -> Callable[[MicrobatchInputs], MicrobatchResult]:

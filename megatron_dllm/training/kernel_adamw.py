@@ -20,7 +20,7 @@ class KernelAdamW:
         param_groups  "params": masters; "copies": of each, a 16-bit tensor that gets its values, or None; "weight_decay"; "lr"; "step":
                       updates done
         state         moments of each master, by torch's names, from the first step on
-        grad_scale    fp32 tensor that gradients are divided by as they are read, or None
+        grad_scale    fp32 tensor that gradients are divided by as they are read, or None; not a number: nothing is updated
 
     Gradients and moments may be replaced by other tensors, but none of them may be moved within its tensor.
     """
@@ -44,6 +44,13 @@ class KernelAdamW:
         for group, copy_dtype, pieces in self._launches:
             rates = Rates(group["lr"], group["weight_decay"], self.betas, self.eps, group["step"])
             adamw_(pieces, rates, self.grad_scale, copy_dtype)
+
+    def take_back(self) -> None:
+        """Count the last step, which updated nothing, as not made; before the first one that does there are no moments."""
+        for group in self.param_groups:
+            group["step"] -= 1
+        if all(group["step"] == 0 for group in self.param_groups):
+            self.state.clear()
 
     def _plan(self, group: dict[str, Any]) -> Iterator[Launch]:
         """A launch for each dtype of copies; makes the moments that are not there."""

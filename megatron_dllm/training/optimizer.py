@@ -6,6 +6,7 @@ data-parallel rank holds masters and moments of its share of every bucket alone,
 """
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -86,10 +87,19 @@ class MasterOptimizer:
         return self.sums.num_zeros()
 
     @torch.no_grad()
-    def step(self, lr: float, grad_norm: Tensor) -> None:
-        """Clip to --clip-grad, update the masters at this learning rate, refresh the copies, drop the gradients."""
-        if self.clip_grad > 0:
-            self._clip((self.clip_grad / (grad_norm + 1e-6)).clamp(max=1.0))
+    def step(self, lr: float, grad_norm: Tensor, *, only_if: Tensor | None = None) -> None:
+        """Clip to --clip-grad, update the masters at this learning rate, refresh the copies, drop the gradients.
+
+        only_if: bool [] on the device, whether the masters are to change, for an algorithm that `skips`: nobody has to wait for it. Where
+        it was false, `take_back` must follow.
+        """
+        factor = (self.clip_grad / (grad_norm + 1e-6)).clamp(max=1.0) if self.clip_grad > 0 else None
+        if only_if is not None:
+            assert self.algorithm.skips
+            divisor = torch.ones_like(grad_norm) if factor is None else factor.reciprocal()
+            self.torch.grad_scale = divisor.masked_fill(~only_if, math.nan).float()
+        elif factor is not None:
+            self._clip(factor)
         for group in self.torch.param_groups:
             group["lr"] = lr
         self.torch.step()
@@ -99,6 +109,11 @@ class MasterOptimizer:
         else:
             self.refresh_parameters()
         self.drop_gradients()
+
+    def take_back(self) -> None:
+        """Uncount the last step, which was to change nothing."""
+        self.num_steps -= 1
+        self.torch.take_back()
 
     def _clip(self, factor: Tensor) -> None:
         """Multiply the gradients by `factor`: within the update where it can, which spares reading and writing all of them once more."""

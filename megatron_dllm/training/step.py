@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from ..diffusion.inputs import MTP_GROUP, NOISE_BINS, MicrobatchInputs
 from ..diffusion.losses import LossTerms
@@ -55,15 +56,41 @@ def train_step(model: DiffusionGemma, optimizer: MasterOptimizer, microbatches: 
     if model.recompute.parts:
         replay = model.recompute.monitor.report()
         replay.check(model.context)
-    result = StepResult(total.total.item(), total, norm.item(), replay, optimizer.num_zeros() if count_zeros else None)
-    if result.is_finite:
+    num_zeros = optimizer.num_zeros() if count_zeros else None
+    numbers, is_ahead = NumbersUnderWay(total.total, norm), optimizer.algorithm.skips
+    if is_ahead:  # the device need not wait until the host has seen the numbers
+        optimizer.step(lr, norm, only_if=total.total.isfinite() & norm.isfinite())
+    loss, grad_norm = numbers.wait()
+    result = StepResult(loss, total, grad_norm, replay, num_zeros)
+    if is_ahead and not result.is_finite:
+        optimizer.take_back()
+    elif not is_ahead and result.is_finite:
         optimizer.step(lr, norm)
-    else:
+    elif not is_ahead:
         optimizer.drop_gradients()
     for block in model.layers.values():
         if block.moe.router.bias is not None:
             block.moe.router.bias.end_step(model.context, update=result.is_finite)
     return result
+
+
+class NumbersUnderWay:
+    """Numbers of one device, fp64 for the host. It waits for what made them, and not for what the device is given afterwards."""
+
+    def __init__(self, *numbers: Tensor):
+        values = torch.stack([number.double() for number in numbers])
+        self._values, self._is_there = values, None
+        if values.is_cuda:
+            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
+            self._is_there = torch.cuda.Event()
+            self._is_there.record()
+
+    def wait(self) -> list[float]:
+        """The numbers, in order."""
+        if self._is_there is not None:
+            self._is_there.synchronize()
+        return self._values.tolist()
 
 
 def forward_backward(model: DiffusionGemma, optimizer: MasterOptimizer, microbatches: Sequence[MicrobatchInputs],

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import warnings
 
 import pytest
@@ -124,6 +125,37 @@ def test_the_optimizer_steps_as_with_torch(distributed, device):
     assert ours.keys() == theirs.keys() and len(ours) == 3 * len(SHAPES)
     for name, value in theirs.items():
         assert torch.allclose(ours[name], value, **CLOSE[device]), name
+
+
+@DEVICES
+@pytest.mark.parametrize("clip_grad", [0.5, 0.0])
+def test_a_step_that_the_device_may_refuse(clip_grad, device):
+    """Made, it is the plain step to the bit; refused, it leaves all but the gradients as it was, which it drops."""
+    need_kernels(device)
+    (model, optimizer), (plain, plain_optimizer) = (make(device, by_kernel) for _ in range(2))
+    optimizer.clip_grad = plain_optimizer.clip_grad = clip_grad
+    weights = [parameter.detach().clone() for parameter in model.parameters()]
+
+    def finish(model, optimizer, factor):
+        optimizer.buckets.last_microbatch()
+        model.backward(factor=factor)
+        optimizer.finish_gradients()
+        return optimizer.grad_norm()
+
+    for number, (factor, is_made) in enumerate([(math.inf, False), (1.0, True), (math.nan, False), (2.0, True)]):
+        norm = finish(model, optimizer, factor)
+        optimizer.step(0.1, norm, only_if=torch.tensor(is_made, device=device))
+        if is_made:
+            plain_optimizer.step(0.1, finish(plain, plain_optimizer, factor))
+        else:
+            optimizer.take_back()
+        assert optimizer.num_steps == plain_optimizer.num_steps == (number + 1) // 2
+        assert optimizer.has_moments == plain_optimizer.has_moments
+        assert not any(piece.gradient.any() for piece in optimizer.buckets.pieces())
+        ours, theirs = values(model, optimizer), values(plain, plain_optimizer)
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], value) for name, value in theirs.items())
+        assert all(torch.equal(*pair) for pair in zip(model.parameters(), plain.parameters(), strict=True))
+    assert not any(torch.equal(*pair) for pair in zip(model.parameters(), weights, strict=True))
 
 
 @DEVICES
