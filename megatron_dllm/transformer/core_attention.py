@@ -20,7 +20,7 @@ from ..kernels.attention_tiles import AttentionTiles, attention_tiles, takes_att
 from .attention_work import WorkGroup, work_list
 from .precision import at_least_fp32
 from .rows import Rows, take_distinct
-from .small_attention import MOST_SCORES, SmallGroup, small_attention, whole_group
+from .small_attention import SmallGroup, small_attention, small_groups, whole_group
 from .visibility import Visibility
 
 MOST_PAIRS = 1 << 14  # of a pass's queries and keys: so few are one piece with a mask, on a CPU
@@ -65,8 +65,9 @@ class DeviceWork:
     @classmethod
     def of(cls, work: tuple[WorkGroup, ...], num_queries: int, device: torch.device) -> DeviceWork:
         """`work` of so many queries."""
-        if device.type == "cpu" and all(group.queries.shape[1] * group.keys.shape[1] <= MOST_SCORES for group in work):
-            return cls((), None, tuple(map(_small_group, work)))
+        small = small_groups(work) if device.type == "cpu" else None
+        if small is not None:
+            return cls((), None, small)
         order = torch.cat([torch.from_numpy(group.queries.reshape(-1)) for group in work]) if work else torch.zeros(0, dtype=torch.int64)
         in_order = torch.equal(order, torch.arange(num_queries))
         return cls(tuple(_on_device(group, device) for group in work), None if in_order else torch.argsort(order).to(device))
@@ -103,12 +104,6 @@ def attention_plan(visibility: Visibility, window: int | None, device: torch.dev
 def _on_device(group: WorkGroup, device: torch.device) -> DeviceGroup:
     mask = None if group.mask is None else torch.from_numpy(group.mask).to(device)
     return DeviceGroup(Rows.of(group.queries, device), Rows.of(group.keys, device), len(group.queries), mask, group.causal)
-
-
-def _small_group(group: WorkGroup) -> SmallGroup:
-    mask = np.tri(group.queries.shape[1], dtype=bool) if group.causal else group.mask
-    queries, keys = (Rows.of(rows, torch.device("cpu")) for rows in (group.queries, group.keys))
-    return SmallGroup(queries, keys, len(group.queries), None if mask is None else torch.from_numpy(~mask))
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> Tensor:

@@ -8,28 +8,38 @@ Legend: G pieces of n queries and m keys, h query heads, g key and value heads, 
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from .attention_work import WorkGroup
 from .plain_function import PlainFunction
 from .precision import at_least_fp32
 from .rows import Rows
 
-MOST_SCORES = 1 << 16  # of a piece and head
+MOST_SCORES = 1 << 17  # of a piece and head
+CAUSAL_ROWS = 128  # of a causal piece go together: what none of them sees is left out
+MOST_FILL = 1 << 13  # scores that may be computed for nothing in order to have a group less: its operations take as long
 
 
 @dataclass(frozen=True)
 class SmallGroup:
-    """G pieces: which rows their queries and keys are, and who does not see whom, bool [n, m] (None: every query sees every key)."""
+    """G pieces: which rows their queries and keys are. `hidden` fp32 [1 or G, 1, n, m]: -inf where a query does not see a key, 0 elsewhere
+    (None: every query sees every key).
+
+    Pieces that are shorter than others are filled up: with keys that nobody sees, and with queries that count for nothing: `idle` bool
+    [G, 1, n, 1] (None: none). `real` int64: the places of the others in G * n, `queries.index[real]` being distinct.
+    """
 
     queries: Rows
     keys: Rows
     num_pieces: int
     hidden: Tensor | None
+    real: Tensor | None = None
+    idle: Tensor | None = None
 
 
 def small_attention(query: Tensor, key: Tensor, value: Tensor, groups: Sequence[SmallGroup]) -> Tensor:
@@ -40,7 +50,76 @@ def small_attention(query: Tensor, key: Tensor, value: Tensor, groups: Sequence[
 def whole_group(mask: np.ndarray) -> SmallGroup:
     """All queries and all keys as one piece, from who sees whom, bool [Q, K]."""
     queries, keys = (Rows(slice(0, count), True) for count in mask.shape)
-    return SmallGroup(queries, keys, 1, torch.from_numpy(~mask))
+    return SmallGroup(queries, keys, 1, _minus_infinity(mask[None]))
+
+
+def small_groups(work: Sequence[WorkGroup]) -> tuple[SmallGroup, ...] | None:
+    """The work in few groups: causal pieces in blocks of rows, pieces of near sizes filled up to one. None where a piece is too large."""
+    blocks = sorted((block for group in work for block in _row_blocks(group)), key=_scores, reverse=True)
+    if blocks and _scores(blocks[0]) > MOST_SCORES:
+        return None
+    joined: list[list[WorkGroup]] = []
+    for block in blocks:
+        if joined and _fill([*joined[-1], block]) - _fill(joined[-1]) <= MOST_FILL:
+            joined[-1].append(block)
+        else:
+            joined.append([block])
+    return tuple(map(_small_group, joined))
+
+
+def _row_blocks(group: WorkGroup) -> Iterator[WorkGroup]:
+    """A group whose pieces are not causal, or those of its rows, a mask instead."""
+    if not group.causal:
+        yield group
+        return
+    size = group.queries.shape[1]
+    for start in range(0, size, CAUSAL_ROWS):
+        stop = min(start + CAUSAL_ROWS, size)
+        seen = np.tri(stop - start, stop, start, dtype=bool)
+        yield WorkGroup(group.queries[:, start:stop], group.keys[:, :stop], seen, causal=False)
+
+
+def _scores(group: WorkGroup) -> int:
+    """Of a piece and head."""
+    return group.queries.shape[1] * group.keys.shape[1]
+
+
+def _size(groups: Sequence[WorkGroup]) -> tuple[int, int]:
+    """Queries and keys of the pieces that all pieces of these groups fit in."""
+    return max(group.queries.shape[1] for group in groups), max(group.keys.shape[1] for group in groups)
+
+
+def _fill(groups: Sequence[WorkGroup]) -> int:
+    """Scores for nothing where the pieces of these groups are filled up to one size."""
+    queries, keys = _size(groups)
+    return sum(len(group.queries) * (queries * keys - _scores(group)) for group in groups)
+
+
+def _small_group(groups: Sequence[WorkGroup]) -> SmallGroup:
+    """One group of all pieces, filled up by the last query and the last key of each."""
+    num_queries, num_keys = _size(groups)
+    queries, keys, seen, is_real = [], [], [], []
+    for group in groups:
+        (pieces, own_queries), own_keys = group.queries.shape, group.keys.shape[1]
+        more_queries, more_keys = (0, num_queries - own_queries), (0, num_keys - own_keys)
+        queries.append(np.pad(group.queries, ((0, 0), more_queries), "edge"))
+        keys.append(np.pad(group.keys, ((0, 0), more_keys), "edge"))
+        mask = np.ones((own_queries, own_keys), bool) if group.mask is None else group.mask
+        mask = np.pad(np.pad(mask, ((0, 0), more_keys)), (more_queries, (0, 0)), "edge")
+        seen.append(np.broadcast_to(mask, (pieces if len(groups) > 1 else 1, num_queries, num_keys)))
+        is_real.append(np.broadcast_to(np.arange(num_queries) < own_queries, (pieces, num_queries)))
+    every = np.concatenate(is_real).reshape(-1)
+    real = idle = None
+    if not every.all():
+        real, idle = torch.from_numpy(np.flatnonzero(every)), torch.from_numpy(~every).view(-1, 1, num_queries, 1)
+    hidden = None if all(mask.all() for mask in seen) else _minus_infinity(np.concatenate(seen))
+    rows, device = np.concatenate(queries), torch.device("cpu")
+    return SmallGroup(Rows.of(rows, device), Rows.of(np.concatenate(keys), device), len(rows), hidden, real, idle)
+
+
+def _minus_infinity(seen: np.ndarray) -> Tensor:
+    """fp32 [G, 1, n, m] of bool [G, n, m]."""
+    return torch.from_numpy(np.where(seen, np.float32(0), np.float32(-np.inf)))[:, None]
 
 
 def _keys(x: Tensor, group: SmallGroup) -> Tensor:
@@ -74,8 +153,11 @@ def _place_queries(x: Tensor, rows: Tensor, group: SmallGroup) -> None:
     pieces = x.view(group.num_pieces, heads, -1, head_dim).transpose(1, 2)
     if isinstance(group.queries.index, slice):
         _run(rows, group.queries.index).view(pieces.shape).copy_(pieces)
-    else:
-        rows.index_copy_(0, group.queries.index, pieces.reshape(-1, heads, head_dim))
+        return
+    flat, index = pieces.reshape(-1, heads, head_dim), group.queries.index
+    if group.real is not None:
+        flat, index = flat.index_select(0, group.real), index.index_select(0, group.real)
+    rows.index_copy_(0, index, flat)
 
 
 def _add_keys(x: Tensor, rows: Tensor, group: SmallGroup) -> None:
@@ -99,7 +181,8 @@ class _SmallAttention(PlainFunction):
             factors = _queries(q, group, num_heads), _keys(k, group), _keys(v, group)
             scores = torch.bmm(factors[0], factors[1].mT)
             if group.hidden is not None:
-                scores.view(-1, *group.hidden.shape).masked_fill_(group.hidden, -torch.inf)
+                # Several times as fast as masked_fill_.
+                scores.view(group.num_pieces, -1, *group.hidden.shape[2:]).add_(group.hidden)
             p = scores.softmax(-1)
             _place_queries(torch.bmm(p, factors[2]), out, group)
             saved += *factors, p
@@ -113,9 +196,10 @@ class _SmallAttention(PlainFunction):
         dquery, dkey, dvalue = dout.new_empty(ctx.query_shape), dout.new_zeros(ctx.key_shape), dout.new_zeros(ctx.key_shape)
         for group, q, k, v, p in zip(ctx.groups, saved, saved, saved, saved, strict=False):
             do = _queries(dout, group, num_heads)
+            if group.idle is not None:
+                do.view(group.num_pieces, ctx.query_shape[1], -1, do.shape[-1]).masked_fill_(group.idle, 0)
             _add_keys(torch.bmm(p.mT, do), dvalue, group)
-            dp = torch.bmm(do, v.mT)
-            dscores = dp.sub_((dp * p).sum(-1, keepdim=True)).mul_(p)
+            dscores = torch._softmax_backward_data(torch.bmm(do, v.mT), p, -1, p.dtype)
             _add_keys(torch.bmm(dscores.mT, q), dkey, group)
             _place_queries(torch.bmm(dscores, k), dquery, group)
         return dquery.to(ctx.dtype), dkey.to(ctx.dtype), dvalue.to(ctx.dtype), None

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_dllm.kernels.attention_reference import visible
-from megatron_dllm.transformer import core_attention
+from megatron_dllm.transformer import core_attention, small_attention
 from megatron_dllm.transformer.core_attention import attend, attend_dense, attention_plan
 from megatron_dllm.transformer.visibility import CLEAN, Visibility
 from tests.unit.test_visibility import DOCUMENTS, layout
@@ -25,11 +25,13 @@ def random_inputs(visibility, *, heads, groups, dim, dtype, seed=0):
 @pytest.mark.parametrize("window", [None, 3, 70])
 @pytest.mark.parametrize("documents", DOCUMENTS.values(), ids=DOCUMENTS)
 @pytest.mark.parametrize(("heads", "groups", "dim"), [(4, 2, 16), (3, 3, 5)], ids=["grouped", "odd"])
-@pytest.mark.parametrize(("most_pairs", "most_scores"), [(1 << 20, 0), (0, core_attention.MOST_SCORES), (0, 0)],
-                         ids=["one product", "products", "SDPA"])
-def test_attend_equals_the_oracle(documents, window, heads, groups, dim, most_pairs, most_scores, monkeypatch):
+@pytest.mark.parametrize(("most_pairs", "small"), [
+    (1 << 20, {}), (0, {}), (0, {"CAUSAL_ROWS": 7, "MOST_FILL": 100}), (0, {"CAUSAL_ROWS": 7, "MOST_FILL": 0}), (0, {"MOST_SCORES": 0})],
+                         ids=["one product", "products", "blocks of rows", "nothing filled up", "SDPA"])
+def test_attend_equals_the_oracle(documents, window, heads, groups, dim, most_pairs, small, monkeypatch):
     monkeypatch.setattr(core_attention, "MOST_PAIRS", most_pairs)
-    monkeypatch.setattr(core_attention, "MOST_SCORES", most_scores)
+    for name, value in small.items():
+        monkeypatch.setattr(small_attention, name, value)
     visibility = layout(documents, canvas_length=5)
     inputs = random_inputs(visibility, heads=heads, groups=groups, dim=dim, dtype=torch.float64)
     fast = attend(*inputs, attention_plan(visibility, window, CPU))
@@ -96,7 +98,7 @@ def test_attend_on_a_gpu(window, heads, groups, dim):
 
 def test_short_pieces_alone_are_multiplied_out():
     """Their probabilities are kept, so that memory stays linear in the sequence."""
-    plans = [attention_plan(layout([(length, None)], 1), window, CPU).work for length, window in ((256, None), (257, None), (257, 100))]
+    plans = [attention_plan(layout([(length, None)], 1), window, CPU).work for length, window in ((1024, None), (1152, None), (1152, 100))]
     assert [plan.small is not None for plan in plans] == [True, False, True]
 
 
