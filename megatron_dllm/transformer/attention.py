@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import ModelConfig
@@ -11,12 +12,13 @@ from ..parallel import ParallelContext
 from ..tensor_parallel import ColumnParallelLinear, RowParallelLinear, column_layers, local_heads
 from ..tensor_parallel.dropout import TokenDraws
 from ..tensor_parallel.initialization import Init
+from ..tensor_parallel.linear import unadapted
 from .core_attention import AttentionPlan, attend
 from .key_cache import BlockPlan, KeyCache
 from .norms import RMSNorm, rms_norm
 from .packed_attention import PackedPlan
 from .recompute import Recompute
-from .rotary import norm_and_rotate_pair, norm_heads, norm_heads_and_keep
+from .rotary import norm_and_rotate_pair, norm_heads, norm_heads_and_keep, norm_joined_heads
 from .rows import take_distinct
 from .token_pass import LayerContext, LayerPass
 
@@ -46,9 +48,11 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor, layer_pass: LayerPass, earlier: LayerContext | KeyCache | None) -> tuple[Tensor, LayerContext | None]:
         """y [T, H] from x [T, H], and the keys and values that a later pass needs. A cache at fixed addresses gets them by itself."""
-        query, raw_key, raw_value = self._project(x, layer_pass.draws)
-        keeps = layer_pass.kept is not None and earlier is None
-        query, key, value, *kept = self._normed(query, raw_key, raw_value, layer_pass, keeps=keeps)
+        if self._projects_at_once(x):
+            query, key, value, *kept = self._normed_at_once(x, layer_pass)
+        else:
+            keeps = layer_pass.kept is not None and earlier is None
+            query, key, value, *kept = self._normed(*self._project(x, layer_pass.draws), layer_pass, keeps=keeps)
         if isinstance(layer_pass.attention, BlockPlan):
             return self.o_proj(layer_pass.attention.attend(query, key, value, earlier).flatten(1), layer_pass.draws), None
         if earlier is not None:
@@ -69,6 +73,23 @@ class SelfAttention(nn.Module):
             return norm_heads(query, key, value, *weights, table, self.eps)
         return *self.turn(query, key, *weights, table, self.eps), rms_norm(value, None, self.eps)
 
+    def _projects_at_once(self, x: Tensor) -> bool:
+        """Whether one product makes queries, keys and values: on a CPU, where a product and its gradients cost more than the copy of small
+        weights."""
+        alone = all(layer.adapter is unadapted and layer.factors is None and layer.product is F.linear for layer in self._projections)
+        return alone and not x.is_cuda and self.q_proj.tp.size == 1 and self.turn is norm_and_rotate_pair
+
+    def _normed_at_once(self, x: Tensor, layer_pass: LayerPass) -> tuple[Tensor, Tensor, Tensor]:
+        """`_project` and `_normed` by one product."""
+        weights = [layer.weight for layer in self._projections]
+        joined = F.linear(x, torch.cat(weights)).unflatten(1, (-1, self.head_dim))
+        num_queries, num_keys = (len(weight) // self.head_dim for weight in weights[:2])
+        return norm_joined_heads(joined, num_queries, num_keys, self.q_norm.weight, self.k_norm.weight, layer_pass.rotary, self.eps)
+
+    @property
+    def _projections(self) -> list[ColumnParallelLinear]:
+        return [self.q_proj, self.k_proj] if self.v_proj is None else [self.q_proj, self.k_proj, self.v_proj]
+
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan | ShardedPlan | PackedPlan) -> Tensor:
         """[T, h, d]; generation has whole sequences also where training shares them."""
         if isinstance(plan, PackedPlan):
@@ -77,6 +98,5 @@ class SelfAttention(nn.Module):
 
     def _project(self, x: Tensor, draws: TokenDraws | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [T, h, d], raw keys and raw values [T, g, d]; x is gathered once for all of them."""
-        projections = [self.q_proj, self.k_proj] if self.v_proj is None else [self.q_proj, self.k_proj, self.v_proj]
-        query, key, *value = (y.unflatten(-1, (-1, self.head_dim)) for y in column_layers(x, projections, draws))
+        query, key, *value = (y.unflatten(-1, (-1, self.head_dim)) for y in column_layers(x, self._projections, draws))
         return query, key, value[0] if value else key

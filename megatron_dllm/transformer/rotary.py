@@ -94,38 +94,49 @@ def norm_heads(query: Tensor, key: Tensor, value: Tensor, query_weight: Tensor, 
 
         return kernel.norm_heads(query, key, None if value is key else value, query_weight, key_weight, table.cos[:, 0], table.sin[:, 0],
                                  eps)
-    return _NormHeads.of(query, key, value, query_weight, key_weight, *table.whole, eps)
+    joined = torch.cat([query, key] if value is key else [query, key, value], 1)
+    return norm_joined_heads(joined, query.shape[1], key.shape[1], query_weight, key_weight, table, eps)
+
+
+def norm_joined_heads(joined: Tensor, num_queries: int, num_keys: int, query_weight: Tensor, key_weight: Tensor, table: RotaryTable,
+                      eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """`norm_heads` of [query ; key ; value] or, where the values are the raw keys, [query ; key], in plain torch."""
+    return _NormHeads.of(joined, num_queries, num_keys, query_weight, key_weight, *table.whole, eps)
 
 
 class _NormHeads(PlainFunction):
-    """n = x * r of all heads x = [query ; key ; value]; the first h + g of them times their weight and turned. Saved: n and r."""
+    """n = x * r of all heads x; the first h + g of them times their weight and turned, the last g as they are. Saved: n and r."""
 
     @staticmethod
-    def forward(ctx, query: Tensor, key: Tensor, value: Tensor, query_weight: Tensor, key_weight: Tensor, cos: Tensor, sin: Tensor,
+    def forward(ctx, joined: Tensor, num_queries: int, num_keys: int, query_weight: Tensor, key_weight: Tensor, cos: Tensor, sin: Tensor,
                 eps: float) -> tuple[Tensor, Tensor, Tensor]:
-        num_queries, num_turned, head_dim = query.shape[1], query.shape[1] + key.shape[1], query.shape[2]
-        x = at_least_fp32(torch.cat([query, key, value], 1))
+        head_dim, num_turned = joined.shape[2], num_queries + num_keys
+        x = at_least_fp32(joined)
         root = inverse_root(x, eps)
         normed = x * root
-        weight = torch.cat([query_weight.expand(num_queries, head_dim), key_weight.expand(num_turned - num_queries, head_dim)]).to(x.dtype)
-        turned = _turn(normed[:, :num_turned] * weight, cos, sin).to(query.dtype)
+        weight = torch.cat([query_weight.expand(num_queries, head_dim), key_weight.expand(num_keys, head_dim)]).to(x.dtype)
+        turned = _turn(normed[:, :num_turned] * weight, cos, sin).to(joined.dtype)
         ctx.save_for_backward(normed, root, weight, cos, sin)
-        ctx.num_queries, ctx.num_turned, ctx.dtype, ctx.weight_dtype = num_queries, num_turned, query.dtype, query_weight.dtype
-        return *turned.split([num_queries, num_turned - num_queries], 1), normed[:, num_turned:].to(query.dtype)
+        ctx.num_queries, ctx.num_keys, ctx.dtype, ctx.weight_dtype = num_queries, num_keys, joined.dtype, query_weight.dtype
+        return *turned.split([num_queries, num_keys], 1), normed[:, -num_keys:].to(joined.dtype)
 
     @staticmethod
-    def backward(ctx, *grads: Tensor):
+    def backward(ctx, dquery: Tensor, dkey: Tensor, dvalue: Tensor):
         normed, root, weight, cos, sin = ctx.saved_tensors
-        num_queries, num_turned = ctx.num_queries, ctx.num_turned
-        grad = at_least_fp32(torch.cat(grads, 1))
-        back = _turn(grad[:, :num_turned], cos, sin, -1)
+        num_queries, num_turned = ctx.num_queries, ctx.num_queries + ctx.num_keys
+        back = _turn(at_least_fp32(torch.cat([dquery, dkey], 1)), cos, sin, -1)
         of_weights = (None, None)
         if any(ctx.needs_input_grad[3:5]):
             by_head = (back * normed[:, :num_turned]).sum(0)
             of_weights = tuple(part.sum(0).to(ctx.weight_dtype) for part in (by_head[:num_queries], by_head[num_queries:]))
-        torch.mul(back, weight, out=grad[:, :num_turned])
-        dx = gradient_of_normed(grad, normed, root).to(ctx.dtype)
-        return *dx.split([num_queries, num_turned - num_queries, dx.shape[1] - num_turned], 1), *of_weights, None, None, None
+        if normed.shape[1] == num_turned:
+            grad = back.mul_(weight)
+            grad[:, num_queries:].add_(dvalue)
+        else:
+            grad = torch.empty_like(normed)
+            torch.mul(back, weight, out=grad[:, :num_turned])
+            grad[:, num_turned:].copy_(dvalue)
+        return gradient_of_normed(grad, normed, root).to(ctx.dtype), None, None, *of_weights, None, None, None
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: int = 1) -> Tensor:
