@@ -33,7 +33,7 @@ def fingerprint(device: str, environment: Mapping[str, str] = os.environ) -> dic
             "nccl": ".".join(map(str, torch.cuda.nccl.version())),
             "cublas": package_version("nvidia-cublas", f"nvidia-cublas-cu{(torch.version.cuda or '').partition('.')[0]}"),
             "triton": package_version("triton"),
-            "processors": str(torch.cuda.get_device_properties().multi_processor_count),
+            "processors": str(torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count),
             "nccl_algo": environment.get("NCCL_ALGO", "unset"),
             "cublas_workspace": environment.get("CUBLAS_WORKSPACE_CONFIG", "unset")}
     return entries
