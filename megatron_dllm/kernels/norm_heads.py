@@ -1,7 +1,6 @@
-"""Attention's operands in one pass each way: queries and keys normed and turned, values normed without a weight, for frozen weights.
+"""Attention's operands in one pass each way: queries and keys normed and turned, values normed without a weight.
 
-Where there are no values of their own, these are the raw keys, normed. With trained weights: norm_and_rotate and rms_norm. Keys and values
-of n tokens may be handed on beside all of them.
+Where there are no values of their own, these are the raw keys, normed. Keys and values of n tokens may be handed on beside all of them.
 
 Legend: T tokens, h query heads, g key and value heads, d head dimension.
 """
@@ -13,8 +12,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .launch import TILE, next_power_of_2
+from .launch import TILE, next_power_of_2, persistent_programs
 from .norm_and_rotate import load, places
+from .rms_norm import sum_partials
 
 
 @triton.jit
@@ -77,7 +77,10 @@ def _forward(query, key, value, query_weight, key_weight, cos, sin, place, out_q
 @triton.jit
 def _backward_of(x, weight, cos, sin, inverse_root, dturned, dplain, dkept_turned, dkept_plain, place, dx, tile, num_tokens, num_live,
                  token_stride, head_stride, dx_stride, HEADS: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """dx has the heads of a token one after the other, and tokens at `dx_stride`; of tokens from `num_live` on it is zero."""
+    """dx has the heads of a token one after the other, and tokens at `dx_stride`; of tokens from `num_live` on it is zero.
+
+    What each row gives to both halves of the weight's gradient is returned.
+    """
     row, strided, dense, angle, inside = places(tile * ROWS, num_tokens * HEADS, token_stride, head_stride, HEADS, HALF, ROWS, COLUMNS)
     seen = inside & (row < num_live * HEADS)[:, None]
     root = tl.load(inverse_root + row, mask=row < num_live * HEADS, other=0.0)[:, None]
@@ -85,6 +88,7 @@ def _backward_of(x, weight, cos, sin, inverse_root, dturned, dplain, dkept_turne
     if place is not None:
         kept, is_kept = _kept_rows(row, place, seen, num_tokens * HEADS, HEADS, HALF, COLUMNS)
     grad_low, grad_high = tl.zeros((ROWS, COLUMNS), tl.float32), tl.zeros((ROWS, COLUMNS), tl.float32)
+    weight_low, weight_high = grad_low, grad_high
     if dturned is not None:
         column = tl.arange(0, COLUMNS)
         dy_low, dy_high = load(dturned, dense, seen), load(dturned, dense + HALF, seen)
@@ -92,8 +96,10 @@ def _backward_of(x, weight, cos, sin, inverse_root, dturned, dplain, dkept_turne
             dy_low += load(dkept_turned, kept, is_kept)
             dy_high += load(dkept_turned, kept + HALF, is_kept)
         c, s = load(cos, angle, seen), load(sin, angle, seen)
-        grad_low = (dy_low * c + dy_high * s) * load(weight, column, column < HALF)[None, :]
-        grad_high = (dy_high * c - dy_low * s) * load(weight, column + HALF, column < HALF)[None, :]
+        grad_low, grad_high = dy_low * c + dy_high * s, dy_high * c - dy_low * s  # turned back
+        weight_low, weight_high = grad_low * low, grad_high * high
+        grad_low *= load(weight, column, column < HALF)[None, :]
+        grad_high *= load(weight, column + HALF, column < HALF)[None, :]
     if dplain is not None:
         grad_low += load(dplain, dense, seen)
         grad_high += load(dplain, dense + HALF, seen)
@@ -104,12 +110,22 @@ def _backward_of(x, weight, cos, sin, inverse_root, dturned, dplain, dkept_turne
     dx += ((row // HEADS).to(tl.int64) * dx_stride + row % HEADS * (2 * HALF))[:, None] + tl.arange(0, COLUMNS)[None, :]
     tl.store(dx, ((grad_low - low * projection) * root).to(dx.dtype.element_ty), mask=inside)
     tl.store(dx + HALF, ((grad_high - high * projection) * root).to(dx.dtype.element_ty), mask=inside)
+    return weight_low, weight_high
+
+
+@triton.jit
+def _store_sums(partial, low, high, HALF: tl.constexpr, COLUMNS: tl.constexpr):
+    """The sums over the rows of both halves."""
+    column = tl.arange(0, COLUMNS)
+    tl.store(partial + column, tl.sum(low, 0), mask=column < HALF)
+    tl.store(partial + HALF + column, tl.sum(high, 0), mask=column < HALF)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_live"])
 def _backward(query, key, value, query_weight, key_weight, cos, sin, place, roots, dout_query, dout_key, dout_value, dkept_key, dkept_value,
               dx, num_tokens, num_live, query_stride, query_head_stride, key_stride, key_head_stride, value_stride, value_head_stride,
               dx_stride, HEADS: tl.constexpr, GROUPS: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """A program a tile, of weights without gradient."""
     tile, of_query, of_key = tl.program_id(0), tl.cdiv(num_tokens * HEADS, ROWS), tl.cdiv(num_tokens * GROUPS, ROWS)
     if tile < of_query:
         _backward_of(query, query_weight, cos, sin, roots, dout_query, None, None, None, None, dx, tile, num_tokens, num_live, query_stride,
@@ -122,6 +138,36 @@ def _backward(query, key, value, query_weight, key_weight, cos, sin, place, root
         _backward_of(value, None, None, None, roots + num_tokens * (HEADS + GROUPS), None, dout_value, None, dkept_value, place,
                      dx + (HEADS + GROUPS) * 2 * HALF, tile - of_query - of_key, num_tokens, num_live, value_stride, value_head_stride,
                      dx_stride, GROUPS, HALF, ROWS, COLUMNS)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_live"])
+def _backward_of_all(query, key, value, query_weight, key_weight, cos, sin, place, roots, dout_query, dout_key, dout_value, dkept_key,
+                     dkept_value, dx, partial, num_tokens, num_live, query_stride, query_head_stride, key_stride, key_head_stride,
+                     value_stride, value_head_stride, dx_stride, HEADS: tl.constexpr, GROUPS: tl.constexpr, HALF: tl.constexpr,
+                     ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Programs share the tiles in turns; partial fp32 [programs, 2, d]: what each has of the gradients of both weights."""
+    first, step = tl.program_id(0), tl.num_programs(0)
+    sum_low, sum_high = tl.zeros((ROWS, COLUMNS), tl.float32), tl.zeros((ROWS, COLUMNS), tl.float32)
+    for tile in range(first, tl.cdiv(num_tokens * HEADS, ROWS), step):
+        low, high = _backward_of(query, query_weight, cos, sin, roots, dout_query, None, None, None, None, dx, tile, num_tokens, num_live,
+                                 query_stride, query_head_stride, dx_stride, HEADS, HALF, ROWS, COLUMNS)
+        sum_low += low
+        sum_high += high
+    partial += first * (4 * HALF)
+    _store_sums(partial, sum_low, sum_high, HALF, COLUMNS)
+    sum_low, sum_high = tl.zeros((ROWS, COLUMNS), tl.float32), tl.zeros((ROWS, COLUMNS), tl.float32)
+    for tile in range(first, tl.cdiv(num_tokens * GROUPS, ROWS), step):
+        low, high = _backward_of(key, key_weight, cos, sin, roots + num_tokens * HEADS, dout_key, dout_value if value is None else None,
+                                 dkept_key, dkept_value, place, dx + HEADS * 2 * HALF, tile, num_tokens, num_live, key_stride,
+                                 key_head_stride, dx_stride, GROUPS, HALF, ROWS, COLUMNS)
+        sum_low += low
+        sum_high += high
+    _store_sums(partial + 2 * HALF, sum_low, sum_high, HALF, COLUMNS)
+    if value is not None:
+        for tile in range(first, tl.cdiv(num_tokens * GROUPS, ROWS), step):
+            _backward_of(value, None, None, None, roots + num_tokens * (HEADS + GROUPS), None, dout_value, None, dkept_value, place,
+                         dx + (HEADS + GROUPS) * 2 * HALF, tile, num_tokens, num_live, value_stride, value_head_stride, dx_stride, GROUPS,
+                         HALF, ROWS, COLUMNS)
 
 
 def _launch(query: Tensor, key: Tensor, value: Tensor | None) -> tuple[tuple[int], list[int], dict[str, int]]:
@@ -162,18 +208,27 @@ class _NormHeads(torch.autograd.Function):
         douts = [dout.contiguous() for dout in douts]
         heads, groups, num_values = query.shape[1], key.shape[1], 0 if value is None else value.shape[1]
         dx = query.new_empty(len(query), heads + groups + num_values, query.shape[2])
-        programs, strides, shape = _launch(query, key, value)
-        if len(query):
-            _backward[programs](query, key, value, *others, *douts, *[None] * (5 - len(douts)), dx, len(query), ctx.num_live, *strides,
-                                dx.stride(0), **shape)
+        (tiles,), strides, shape = _launch(query, key, value)
+        inputs = query, key, value, *others, *douts, *[None] * (5 - len(douts)), dx
+        sizes = len(query), ctx.num_live, *strides, dx.stride(0)
+        wants, dweights = ctx.needs_input_grad[3:5], (None, None)
+        if any(wants):
+            programs = persistent_programs(dx.device, tiles)
+            partial = torch.empty(programs, 2 * query.shape[2], dtype=torch.float32, device=dx.device)
+            if tiles:
+                _backward_of_all[(programs,)](*inputs, partial, *sizes, **shape)
+            sums = sum_partials(partial, others[0].dtype).split(query.shape[2])
+            dweights = tuple(total if wanted else None for total, wanted in zip(sums, wants, strict=True))
+        elif tiles:
+            _backward[(tiles,)](*inputs, *sizes, **shape)
         dquery, dkey, dvalue = dx.split([heads, groups, num_values], 1)
-        return dquery, dkey, None if value is None else dvalue, *[None] * 8
+        return dquery, dkey, None if value is None else dvalue, *dweights, *[None] * 6
 
 
 def norm_heads(query: Tensor, key: Tensor, value: Tensor | None, query_weight: Tensor, key_weight: Tensor, cos: Tensor, sin: Tensor,
                eps: float, place: Tensor | None = None, num_kept: int = 0, num_live: int | None = None) -> tuple[Tensor, ...]:
     """rms_norm of every head of query [T, h, d], key and value [T, g, d], the first two weighted and their pairs (i, i + d/2) turned by the
-    angles of cos, sin fp32 [T, d/2]; value None: the normed raw keys. Inputs may be strided; the weights get no gradient.
+    angles of cos, sin fp32 [T, d/2]; value None: the normed raw keys. Inputs may be strided; the weights are of one dtype.
 
     With `place` int64 [T] also the keys and values [n, g, d] of `num_kept` tokens, in other tensors: a token's number among them, or -1.
     Gradients of tokens from `num_live` on (None: of none) are taken for zero.

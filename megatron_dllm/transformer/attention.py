@@ -65,8 +65,7 @@ class SelfAttention(nn.Module):
     def _normed(self, query: Tensor, key: Tensor, value: Tensor, layer_pass: LayerPass, *, keeps: bool) -> tuple[Tensor, ...]:
         """All three normed, queries and keys turned; with `keeps`, where our kernel does it, also the keys and values to hand on."""
         weights, table = (self.q_norm.weight, self.k_norm.weight), layer_pass.rotary
-        # Our kernel for all of them gives the weights no gradient.
-        if self.turn is norm_and_rotate_pair and not (takes(query) and any(weight.requires_grad for weight in weights)):
+        if self.turn is norm_and_rotate_pair:
             if keeps and takes(query):
                 num_live = None if layer_pass.draws is None else layer_pass.draws.num_live
                 return norm_heads_and_keep(query, key, value, *weights, table, self.eps, layer_pass.places, len(layer_pass.kept), num_live)

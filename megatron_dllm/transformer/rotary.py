@@ -87,7 +87,7 @@ def norm_heads(query: Tensor, key: Tensor, value: Tensor, query_weight: Tensor, 
                eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """Queries [T, h, d] and keys [T, g, d] normed and turned, values [T, g, d] normed without a weight, which may be the raw keys.
 
-    All heads in one function: one kernel each way on CUDA, for weights without gradient; elsewhere a dozen operations in plain torch.
+    All heads in one function: one kernel each way on CUDA, elsewhere a dozen operations in plain torch.
     """
     if takes(query, key, value, query_weight, key_weight, table.cos):
         from ..kernels import norm_heads as kernel  # Triton is there with CUDA alone

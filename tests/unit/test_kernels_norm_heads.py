@@ -11,11 +11,11 @@ EPS = 1e-3
 SHAPES = [(17, 3, 1, 16), (5, 4, 2, 512), (1, 16, 8, 256), (67, 2, 2, 20), (0, 2, 1, 32)]  # tokens, heads, groups, head dimension
 
 
-def arguments(shape, dtype, device, has_value=True):
+def arguments(shape, dtype, device, has_value=True, trained=False):
     num_tokens, heads, groups, head_dim = shape
     angles = torch.rand(num_tokens, head_dim // 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 6
     query, key, value = (draw(num_tokens, count, head_dim, dtype=dtype, device=device) for count in (heads, groups, groups))
-    weights = [(draw(head_dim, dtype=dtype, device=device, grad=False) + add) for add in (1, 2)]
+    weights = [(draw(head_dim, dtype=dtype, device=device, grad=False) + add).requires_grad_(trained) for add in (1, 2)]
     value = (value * 0.7).detach().requires_grad_()
     dy = draw(num_tokens, (heads + 2 * groups) * head_dim, dtype=dtype, device=device, grad=False).flip(0)
     return [angles.cos().float().to(device), angles.sin().float().to(device), *weights, query, key, *[value] * has_value], dy
@@ -41,13 +41,15 @@ def apart(norm):
 @DEVICES
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("has_value", [True, False], ids=["values", "raw keys"])
+@pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_norm_heads(shape, has_value, dtype, device):
+def test_norm_heads(shape, trained, has_value, dtype, device):
     need_kernels(device)
     from megatron_dllm.kernels.norm_heads import norm_heads
 
     # In bf16 the raw keys' two gradients are rounded before they are added up where each norm is by itself.
-    check(joined(norm_heads), apart(reference.rms_norm), apart(norms._RMSNorm.apply), *arguments(shape, dtype, device, has_value), units=8)
+    check(joined(norm_heads), apart(reference.rms_norm), apart(norms._RMSNorm.apply),
+          *arguments(shape, dtype, device, has_value, trained), units=8)
 
 
 @DEVICES
@@ -70,13 +72,13 @@ def test_parts_of_a_fused_projection_and_repeats(device):
 
 @DEVICES
 @pytest.mark.parametrize("has_value", [True, False], ids=["values", "raw keys"])
-@pytest.mark.parametrize("num_kept", [0, 7, 11])
-def test_keys_and_values_that_are_handed_on(num_kept, has_value, device):
+@pytest.mark.parametrize("num_kept, trained", [(0, False), (7, False), (7, True), (11, True)])
+def test_keys_and_values_that_are_handed_on(num_kept, trained, has_value, device):
     need_kernels(device)
     from megatron_dllm.kernels.norm_heads import norm_heads
 
     # Fewer tokens, and more, than a tile has.
-    inputs, _ = arguments((11, 4, 2, 256), torch.float32, device, has_value)
+    inputs, _ = arguments((11, 4, 2, 256), torch.float32, device, has_value, trained)
     index = torch.randperm(11, generator=torch.Generator().manual_seed(2))[:num_kept].to(device)
     table = rotary.RotaryTable(inputs[0][:, None], inputs[1][:, None])
     places = LayerPass(table, None, index).places
@@ -103,11 +105,12 @@ def test_keys_and_values_that_are_handed_on(num_kept, has_value, device):
 
 
 @DEVICES
-def test_tokens_without_a_gradient_are_not_read(device):
+@pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
+def test_tokens_without_a_gradient_are_not_read(trained, device):
     need_kernels(device)
     from megatron_dllm.kernels.norm_heads import norm_heads
 
-    (cos, sin, query_weight, key_weight, *heads), _ = arguments((11, 4, 2, 256), torch.bfloat16, device)
+    (cos, sin, query_weight, key_weight, *heads), _ = arguments((11, 4, 2, 256), torch.bfloat16, device, trained=trained)
     places = torch.tensor([-1, 1, 0, *[-1] * 8], device=device)
 
     def gradients(fill, num_live):
@@ -116,6 +119,6 @@ def test_tokens_without_a_gradient_are_not_read(device):
         douts = [torch.ones_like(out) for out in outs]
         for dout in douts[:3]:
             dout[6:] = fill
-        return torch.autograd.grad(outs, leaves, douts)
+        return torch.autograd.grad(outs, [*leaves, query_weight, key_weight] if trained else leaves, douts)
 
     assert all(torch.equal(*pair) for pair in zip(gradients(torch.nan, 6), gradients(0.0, None), strict=True))

@@ -12,7 +12,7 @@ from tests.unit.toy import toy_inputs, toy_model, toy_plan
 TOY = dataclasses.replace(PRESETS["toy"], vocab_size=61)
 TWICE = ObjectiveConfig(self_conditioning_prob=1.0)
 # Of forward and backward, draft and second loop, the head by plain torch (its kernels are fewer). Lower them when you can.
-LAYER, REST = 192, 260
+LAYER, REST = 182, 250
 
 
 def launches(num_layers: int, monkeypatch) -> LaunchCounter:
