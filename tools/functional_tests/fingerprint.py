@@ -16,7 +16,7 @@ INSTRUCTIONS = ("avx512_bf16", "amx_tile", "amx_bf16")
 
 def fingerprint(device: str, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """For runs on `device` ("cpu" or "cuda") that are started with `environment`."""
-    capabilities = torch.cpu.get_capabilities()
+    capabilities = torch.cpu.get_capabilities() if "get_capabilities" in vars(torch.cpu) else {}  # not every torch that we take has it
     entries = {
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
