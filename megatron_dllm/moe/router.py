@@ -20,6 +20,7 @@ from .balance import ExpertBias
 
 # That kernels multiply by: the backward holds a tile with all of them, 224 of an H200's 227 KiB for a weight in three parts.
 MOST_MULTIPLIED = 128
+VECTOR = 16  # numbers of fp32 that a CPU takes at once
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,14 @@ def route_in_torch(logits: Tensor, scale: Tensor, bias: Tensor | None, choices: 
     return _Route.of(logits, scale, bias, choices, given)
 
 
+def _softmax(logits: Tensor) -> Tensor:
+    """Over the last dimension. On a CPU torch's own takes four times as long where a row is less than a vector."""
+    if logits.is_cuda or logits.shape[-1] >= VECTOR:
+        return logits.softmax(-1)
+    exp = (logits - logits.amax(-1, keepdim=True)).exp_()
+    return exp.div_(exp.sum(-1, keepdim=True))
+
+
 class _Route(PlainFunction):
     """w = s * scale of chosen experts, with s = p / sum of the chosen p. Saved: p, s, w and the indices.
 
@@ -107,7 +116,7 @@ class _Route(PlainFunction):
 
     @staticmethod
     def forward(ctx, logits: Tensor, scale: Tensor, bias: Tensor | None, choices: int, given: Tensor | None):
-        probabilities = logits.softmax(-1)
+        probabilities = _softmax(logits)
         if given is None:
             indices = (probabilities if bias is None else probabilities + bias).topk(choices, dim=-1).indices
         else:
