@@ -12,15 +12,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from ..kernels.launch import takes
 from ..parallel import Group, MainGradient, ParallelContext, communication
 from ..parallel.communication import Pending
 from ..parallel.placement import Placement
 from ..transformer.precision import accumulation_dtype
+
+if TYPE_CHECKING:
+    from ..kernels.add_gradients import FreshBuffers
 
 # A bucket closes when it has so many elements: small enough for several on the way in one backward, large enough for full bandwidth.
 BUCKET_ELEMENTS = 40_000_000
@@ -101,8 +106,11 @@ class Bucket:
         """Forget what has been accumulated. Kernels that add to a gradient are told, and no zeros are written for them."""
         by_kernels = [gradient for gradient in self.main_gradients if gradient.is_used]
         for gradient in by_kernels:
-            gradient.start_anew()
+            gradient.drop_parts()
         if by_kernels:
+            flags = [gradient.is_fresh for gradient in by_kernels]
+            torch._foreach_zero_(flags)
+            torch._foreach_add_(flags, 1)
             others = [gradient.total for gradient in self.main_gradients if not gradient.is_used]
             if others:
                 torch._foreach_zero_(others)
@@ -110,9 +118,7 @@ class Bucket:
             self.gradients.zero_()
 
     def start_sum(self) -> None:
-        """Begin to sum over the group; `finish_sum` must follow."""
-        for gradient in self.main_gradients:
-            gradient.settle()
+        """Begin to sum what is settled over the group; `finish_sum` must follow."""
         if self.weights is None:
             self.pending = communication.start_all_reduce(self.gradients, self.group, overwrite=True)
         else:
@@ -162,6 +168,7 @@ class GradientBuckets:
         self._last = False
         self._started = 0
         self._awaited: list[Bucket] = []
+        self._fresh: dict[tuple[int, ...], FreshBuffers] = {}  # by the main gradients that they are of
         for members in _deal(list(parameters), bucket_elements):
             bucket = _make_bucket(members, context, sharded)
             self.buckets.append(bucket)
@@ -205,17 +212,34 @@ class GradientBuckets:
 
     def _start_complete(self) -> None:
         while self._started < len(self.buckets) and self.buckets[self._started].missing == 0:
+            self._settle(self.buckets[self._started].main_gradients)
             self.buckets[self._started].start_sum()
             self._started += 1
 
     def finish(self) -> None:
         """Sum what is not yet on its way (parameters that nothing reached have a gradient of zero), and wait for all."""
         assert self._last, "last_microbatch() comes before the last backward"
-        for bucket in self.buckets[self._started:]:
+        remaining = self.buckets[self._started:]
+        self._settle([gradient for bucket in remaining for gradient in bucket.main_gradients])
+        for bucket in remaining:
             bucket.start_sum()
         for bucket in self.buckets:
             bucket.finish_sum()
         self._last = False
+
+    def _settle(self, gradients: Sequence[MainGradient]) -> None:
+        """`MainGradient.settle` of all, on CUDA by one launch."""
+        used = [gradient for gradient in gradients if gradient.is_used]
+        if not used or not all(takes(gradient.total) and gradient.total.dtype == torch.float32 for gradient in used):
+            for gradient in used:
+                gradient.settle()
+            return
+        from ..kernels.add_gradients import FreshBuffers  # Triton is there with CUDA alone
+
+        names = tuple(map(id, used))
+        if names not in self._fresh:
+            self._fresh[names] = FreshBuffers([gradient.buffers for gradient in used])
+        self._fresh[names].clear()
 
     def zero(self) -> None:
         """Forget what has been accumulated."""

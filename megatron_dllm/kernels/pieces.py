@@ -36,7 +36,7 @@ class Pieces:
         piece = torch.repeat_interleave(torch.arange(len(rows)), numbers)
         within = torch.arange(len(piece)) - (numbers.cumsum(0) - numbers)[piece]
         table = torch.tensor([[*addresses(row), row[0].numel()] for row in rows])
-        return cls(tuple(map(tuple, rows)), _upload(table, device), _upload(torch.stack([piece, within], 1).int(), device))
+        return cls(tuple(map(tuple, rows)), upload(table, device), upload(torch.stack([piece, within], 1).int(), device))
 
 
 def addresses(tensors: Sequence[Tensor]) -> list[int]:
@@ -44,5 +44,6 @@ def addresses(tensors: Sequence[Tensor]) -> list[int]:
     return [x.data_ptr() for x in tensors]
 
 
-def _upload(x: Tensor, device: torch.device) -> Tensor:
+def upload(x: Tensor, device: torch.device) -> Tensor:
+    """`x` on the device, for which the host does not wait."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x

@@ -61,6 +61,11 @@ class MainGradient:
         """
         return None if self._is_mixed else self._squares
 
+    @property
+    def buffers(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(total, squares, is_fresh) where it `is_used`."""
+        return self.total, self._squares, self.is_fresh
+
     def put_off(self, kernels: Kernels, part: Any) -> None:
         """Have the kernels add this part together with all others of the backward; the ticket's gradient must follow."""
         self._use(kernels)
@@ -75,9 +80,13 @@ class MainGradient:
         """Take no more parts, and be free to go: Python does not see the cycle through the ticket's hook."""
         self._hook.remove()
 
+    def drop_parts(self) -> None:
+        """Forget what a failed backward has put off."""
+        self._parts = []
+
     def start_anew(self) -> None:
         """Count the buffer as zeros, which are not written; drop parts that a failed backward has left. Only where `is_used`."""
-        self._parts = []
+        self.drop_parts()
         self.is_fresh.fill_(1)
 
     def settle(self) -> None:
@@ -123,6 +132,11 @@ class SummedGradient:
         if self._ticket is None:
             self._ticket = _Ticket.apply(weight, self)
         return self._ticket
+
+    @property
+    def buffers(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(total, squares, is_fresh) where it `is_used`."""
+        return self.total, self._squares, self.is_fresh
 
     def put_off(self, kernels: Kernels, part: Any) -> None:
         """As `MainGradient.put_off`."""

@@ -23,3 +23,19 @@ def test_sums_and_squares(shape, count, device):
         torch.testing.assert_close(start.double(), want, rtol=3e-7, atol=1e-6)
         assert squares.double().sum().item() == pytest.approx(start.double().square().sum().item(), rel=1e-6)
         assert flag.item() == 0
+
+
+@DEVICES
+def test_buffers_that_nothing_was_added_to_are_cleared(device):
+    need_kernels(device)
+    from megatron_dllm.kernels.add_gradients import FreshBuffers
+
+    flags = [1, 0, 1, 0]
+    rows = [(torch.full((size,), float(number + 1), device=device), torch.full((count,), 5.0, device=device),
+             torch.tensor([flag], dtype=torch.int32, device=device))
+            for number, (size, count, flag) in enumerate(zip((5, 7, 300_000, 1), (1, 2, 9000, 1), flags, strict=True))]
+    buffers = FreshBuffers(rows)
+    for _ in range(2):
+        buffers.clear()
+        for number, ((total, squares, is_fresh), flag) in enumerate(zip(rows, flags, strict=True)):
+            assert (total == (0 if flag else number + 1)).all() and (squares == (0 if flag else 5)).all() and is_fresh.item() == 0
