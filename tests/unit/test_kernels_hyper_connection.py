@@ -53,33 +53,34 @@ def doubled(tensors):
     return [t.double() if t is not None else None for t in tensors]
 
 
-def read(x, parameters, grads, num_live, dtype):
+def read(x, parameters, grads, num_live, dtype, iterations=ITERATIONS):
     """All that a read gives, and the gradients of x and the parameters, of which rows from `num_live` on have none."""
     from megatron_dllm.kernels import hyper_connection_mappings, hyper_connection_projection, hyper_connection_streams
 
     weight, alpha, bias = parameters
     du, grad, scale, dpost, dres = grads
     n = dpost.shape[1]
-    (u, *mapped), _, _ = hyper_connection_mappings.read(x, hyper_connection_projection.project(x, weight, n), alpha, bias, n, ITERATIONS)
+    (u, *mapped), _, _ = hyper_connection_mappings.read(x, hyper_connection_projection.project(x, weight, n), alpha, bias, n, iterations)
     mapped = plain.Mapped(*mapped)
     through = hyper_connection_mappings.mappings_backward(
         mapped.projected, mapped.root, alpha, bias, mapped.res, scale, hyper_connection_streams.read_products(x, du, num_live), dpost, dres,
-        x.shape[1], ITERATIONS, dtype)
+        x.shape[1], iterations, dtype)
     return [u, *mapped], hyper_connection_streams.read_backward(x, weight, mapped.pre, through, du, grad)
 
 
 @DEVICES
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape, scaled", [(shape, shape[0] != 67) for shape in SHAPES], ids=str)
-def test_read(shape, scaled, dtype, device):
+@pytest.mark.parametrize("shape, scaled, iterations", [*((shape, shape[0] != 67, ITERATIONS) for shape in SHAPES), ((19, 4, 24), True, 20)],
+                         ids=str)
+def test_read(shape, scaled, iterations, dtype, device):
     need_kernels(device)
     n = shape[1]
     x, parameters, grads = read_inputs(shape, dtype, device)
     grads = grads if scaled else (*grads[:2], None, *grads[3:])
-    weights, wide = (plain.Weights(*p, n, ITERATIONS) for p in (parameters, doubled(parameters)))
+    weights, wide = (plain.Weights(*p, n, iterations) for p in (parameters, doubled(parameters)))
     exact_u, exact = plain.read_in_torch(x.double(), wide)
     plain_u, theirs = plain.read_in_torch(x, weights)
-    made, gradients = read(x, parameters, grads, len(x), dtype)
+    made, gradients = read(x, parameters, grads, len(x), dtype, iterations)
     assert_close(made, [plain_u, *theirs], [exact_u, *exact])
     expected = plain.read_backward_in_torch(x.double(), wide, exact, *doubled(grads))
     assert_close(gradients, plain.read_backward_in_torch(x, weights, theirs, *grads), expected)
