@@ -19,6 +19,7 @@ import numpy as np
 from .visibility import CLEAN, Visibility
 
 LEAST_BLOCK = 32  # shorter blocks of a window would be many small products
+LEAST_BLOCK_ON_CPU = 16
 
 
 @dataclass(frozen=True)
@@ -31,12 +32,16 @@ class WorkGroup:
     causal: bool
 
 
-def work_list(visibility: Visibility, window: int | None) -> tuple[WorkGroup, ...]:
-    """Groups that together compute every query once. `visibility` is that of a full layer; `window` is the layer's own."""
+def work_list(visibility: Visibility, window: int | None, *, on_cpu: bool = False) -> tuple[WorkGroup, ...]:
+    """Groups that together compute every query once. `visibility` is that of a full layer; `window` is the layer's own.
+
+    A window is cut into blocks as long as itself or, on a CPU, where it is work that counts and not launches, half as long.
+    """
+    block = None if window is None else max(window // 2, LEAST_BLOCK_ON_CPU) if on_cpu else max(window, LEAST_BLOCK)
     pieces: dict[tuple, list[tuple[np.ndarray, np.ndarray]]] = defaultdict(list)
     masks: dict[tuple, np.ndarray | None] = {}
     num_clean = int((visibility.canvas_id == CLEAN).sum())
-    for piece in (*_clean_pieces(visibility, num_clean, window), *_canvas_pieces(visibility.windowed(window), num_clean)):
+    for piece in (*_clean_pieces(visibility, num_clean, window, block), *_canvas_pieces(visibility.windowed(window), num_clean)):
         queries, keys, pattern, mask = piece
         shape = (pattern, len(queries), len(keys))
         pieces[shape].append((queries, keys))
@@ -49,17 +54,17 @@ def work_list(visibility: Visibility, window: int | None) -> tuple[WorkGroup, ..
 Piece = tuple[np.ndarray, np.ndarray, str, np.ndarray | None]
 
 
-def _clean_pieces(visibility: Visibility, num_clean: int, window: int | None) -> Iterator[Piece]:
+def _clean_pieces(visibility: Visibility, num_clean: int, window: int | None, block: int | None) -> Iterator[Piece]:
     """Runs of clean queries whose last key moves on by one and whose first key stays: each is one document, or its new part."""
     first, past = visibility.first_key[:num_clean], visibility.past_key[:num_clean]
     breaks = np.flatnonzero((np.diff(past) != 1) | (np.diff(first) != 0)) + 1
     bounds = [0, *breaks.tolist(), num_clean] if num_clean else []
     for start, stop in zip(bounds, bounds[1:], strict=False):
-        yield from _causal_run(np.arange(start, stop), int(first[start]), int(past[start]), window)
+        yield from _causal_run(np.arange(start, stop), int(first[start]), int(past[start]), window, block)
 
 
-def _causal_run(queries: np.ndarray, first_key: int, past_key: int, window: int | None) -> Iterator[Piece]:
-    """Queries whose number i sees keys first_key <= j < past_key + i, of those the last `window`."""
+def _causal_run(queries: np.ndarray, first_key: int, past_key: int, window: int | None, block: int | None) -> Iterator[Piece]:
+    """Queries whose number i sees keys first_key <= j < past_key + i, of those the last `window`; so many go together then."""
     count, before = len(queries), past_key - first_key - 1  # keys before the first query's own
     if window is None or before + count <= window:
         keys = np.arange(first_key, past_key + count - 1)
@@ -68,7 +73,6 @@ def _causal_run(queries: np.ndarray, first_key: int, past_key: int, window: int 
         else:
             yield queries, keys, "band", _band(count, len(keys), before, len(keys))
         return
-    block = max(window, LEAST_BLOCK)
     for start in range(0, count, block):
         part = queries[start:start + block]
         earlier = min(before + start, window - 1)  # keys before the block's first own key that anything in it may see

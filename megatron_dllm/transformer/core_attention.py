@@ -48,9 +48,10 @@ class AttentionPlan:
     def work(self) -> DeviceWork:
         """The work groups, made when they are first asked for: on a CUDA device that waits for the device."""
         visibility = Visibility(*self.seen.cpu().numpy(), self.canvas_keys.cpu().numpy(), self.num_clean_keys)
-        if self.seen.device.type == "cpu" and len(visibility.canvas_id) * (self.num_clean_keys + len(visibility.canvas_keys)) <= MOST_PAIRS:
+        on_cpu = self.seen.device.type == "cpu"
+        if on_cpu and len(visibility.canvas_id) * (self.num_clean_keys + len(visibility.canvas_keys)) <= MOST_PAIRS:
             return DeviceWork((), None, (whole_group(visibility.windowed(self.window).dense()),))
-        return DeviceWork.of(work_list(visibility, self.window), len(visibility.canvas_id), self.seen.device)
+        return DeviceWork.of(work_list(visibility, self.window, on_cpu=on_cpu), len(visibility.canvas_id), self.seen.device)
 
 
 @dataclass(frozen=True)

@@ -93,9 +93,10 @@ DOCUMENTS = {
 
 @pytest.mark.parametrize("window", [None, 1, 2, 7, 64, 1000])
 @pytest.mark.parametrize("documents", DOCUMENTS.values(), ids=DOCUMENTS)
-def test_work_list_covers_exactly_the_mask(documents, window):
+@pytest.mark.parametrize("on_cpu", [False, True])
+def test_work_list_covers_exactly_the_mask(documents, window, on_cpu):
     visibility = layout(documents, canvas_length=5)
-    assert np.array_equal(covered(work_list(visibility, window), visibility), visibility.windowed(window).dense())
+    assert np.array_equal(covered(work_list(visibility, window, on_cpu=on_cpu), visibility), visibility.windowed(window).dense())
 
 
 @pytest.mark.parametrize("window", [None, 3, 70])
