@@ -6,6 +6,8 @@
     inward      dx = scale * dlow A,  dA = scale * dlow.T x            to dx the frozen product is then added
     add_up      the parts of dA and dB, added to buffers in fp32 or written as tensors
 
+Those that always follow another kernel of theirs, or a product, are launched before that has ended.
+
 As products of torch these are some thirty launches, half of them of a few microseconds. Programs own what they write, and parts are summed
 in one order: repeats are bit-equal.
 
@@ -21,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .dependent_launch import after_last, dependent
 from .launch import next_power_of_2
 
 MOST_MATRICES, MOST_COLUMNS = 3, 64  # of A x, of a matrix: with more, three stages do not fit shared memory, and torch's products do well
@@ -65,8 +68,9 @@ def _part_of(block, width_0, width_1, width_2, MATRICES: tl.constexpr, PARTS: tl
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _narrow(x, a_0, a_1, a_2, low, num_rows, depth, x_stride, low_stride, MATRICES: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr,
-            STEP: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr):
+            STEP: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr):
     """low fp32 [parts, T, R]; a program has a block of rows and a part of the inner dimension."""
+    after_last(DEPENDENT)
     row, step, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, STEP), tl.arange(0, COLUMNS)
     each = tl.cdiv(tl.cdiv(depth, STEP), tl.num_programs(1)) * STEP
     x += row.to(tl.int64)[:, None] * x_stride + step[None, :]
@@ -91,8 +95,9 @@ def _narrow(x, a_0, a_1, a_2, low, num_rows, depth, x_stride, low_stride, MATRIC
 
 
 @triton.jit
-def _fold(parts, low, size, SPLIT: tl.constexpr, BLOCK: tl.constexpr):
+def _fold(parts, low, size, SPLIT: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
     """low as the sum of SPLIT parts, in order, rounded."""
+    after_last(DEPENDENT)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.load(parts + at, mask=at < size, other=0.0)
     for part in tl.static_range(1, SPLIT):
@@ -103,7 +108,8 @@ def _fold(parts, low, size, SPLIT: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit(do_not_specialize=["num_rows"])
 def _widen(low, b_0, b_1, b_2, y, num_rows, low_stride, y_stride, width_0, width_1, width_2, scale, MATRICES: tl.constexpr,
            PARTS: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
-           PRECISION: tl.constexpr):
+           PRECISION: tl.constexpr, DEPENDENT: tl.constexpr):
+    after_last(DEPENDENT)
     matrix, part, first, before = _part_of(tl.program_id(0), width_0, width_1, width_2, MATRICES, PARTS, COLUMNS)
     width, b = _pick(matrix, width_0, width_1, width_2, MATRICES), _pick(matrix, b_0, b_1, b_2, MATRICES)
     row, column, inner = tl.program_id(1) * ROWS + tl.arange(0, ROWS), first + tl.arange(0, COLUMNS), tl.arange(0, INNER)
@@ -161,8 +167,9 @@ def _wide_gradient(block, place, dy_0, dy_1, dy_2, low, db, num_rows, chunk, low
 def _outward(dy_0, dy_1, dy_2, b_0, b_1, b_2, low, dlow, db, num_rows, chunk, num_narrow, num_blocks, low_stride, stride_0, stride_1,
              stride_2, width_0, width_1, width_2, num_wide, scale, MATRICES: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr,
              ROWS: tl.constexpr, STEP: tl.constexpr, INNER: tl.constexpr, COLUMNS: tl.constexpr, TALL: tl.constexpr,
-             STAGES: tl.constexpr, PRECISION: tl.constexpr):
+             STAGES: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr):
     """Of each `chunk` of rows `num_narrow` programs make dlow and then `num_blocks` make dB, while dy is still in the cache."""
+    after_last(DEPENDENT)
     place, number = tl.program_id(0) // (num_narrow + num_blocks), tl.program_id(0) % (num_narrow + num_blocks)
     if number < num_narrow:
         row = place * chunk + number // (MATRICES * PARTS) * ROWS
@@ -178,8 +185,9 @@ def _outward(dy_0, dy_1, dy_2, b_0, b_1, b_2, low, dlow, db, num_rows, chunk, nu
 @triton.jit(do_not_specialize=["num_rows", "num_live", "chunk"])
 def _inward(dlow, a_0, a_1, a_2, x, dx, da, num_rows, num_live, chunk, depth, x_stride, low_stride, scale, MATRICES: tl.constexpr,
             RANKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, STAGES: tl.constexpr,
-            PRECISION: tl.constexpr):
+            PRECISION: tl.constexpr, DEPENDENT: tl.constexpr):
     """dx may be None. Its rows from `num_live` on are zero."""
+    after_last(DEPENDENT)
     row, column, inner = tl.arange(0, ROWS), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, INNER)
     at_a, in_a = inner[:, None] * depth + column[None, :], (inner < RANKS)[:, None] & (column < depth)[None, :]
     own_0 = tl.load(a_0 + at_a, mask=in_a, other=0.0)
@@ -222,8 +230,9 @@ def _inward(dlow, a_0, a_1, a_2, x, dx, da, num_rows, num_live, chunk, depth, x_
 
 @triton.jit(do_not_specialize=["num_da", "num_db"])
 def _add_up(da, db, a_0, a_1, a_2, b_0, b_1, b_2, num_da, num_db, size_a, size_0, size_1, size_2, MATRICES: tl.constexpr,
-            PARTS: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr):
+            PARTS: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr, DEPENDENT: tl.constexpr):
     """da [num_da, M, size_a], db [num_db, the sizes of B one after the other]."""
+    after_last(DEPENDENT)
     part, of_a = tl.arange(0, PARTS)[:, None], tl.cdiv(size_a, BLOCK)
     number = tl.program_id(0)
     if number < MATRICES * of_a:
@@ -293,8 +302,9 @@ def narrow(x: Tensor, a: Sequence[Tensor]) -> Tensor:
     if num_rows:
         _narrow[(triton.cdiv(num_rows, rows), SPLIT)](
             x, *_three(a), parts, num_rows, depth, x.stride(0), parts.stride(1), MATRICES=len(a), RANKS=ranks, ROWS=rows, STEP=step,
-            COLUMNS=_columns(ranks), STAGES=4 if columns <= 128 else 3, PRECISION=_precision(x))
-        _fold[(triton.cdiv(low.numel(), FOLDED),)](parts, low, low.numel(), SPLIT=SPLIT, BLOCK=FOLDED)
+            COLUMNS=_columns(ranks), STAGES=4 if columns <= 128 else 3, PRECISION=_precision(x),
+            **dependent(x.device, early=False))
+        _fold[(triton.cdiv(low.numel(), FOLDED),)](parts, low, low.numel(), SPLIT=SPLIT, BLOCK=FOLDED, **dependent(x.device))
     return low
 
 
@@ -307,7 +317,7 @@ def widen(low: Tensor, b: Sequence[Tensor], scale: float) -> Tensor:
     if num_rows:
         _widen[(blocks, triton.cdiv(num_rows, rows))](
             low, *_three(b), y, num_rows, low.stride(0), y.stride(0), *_widths(b), scale, MATRICES=len(b), PARTS=parts, RANK=rank,
-            ROWS=rows, COLUMNS=columns, INNER=_columns(rank), PRECISION=_precision(low))
+            ROWS=rows, COLUMNS=columns, INNER=_columns(rank), PRECISION=_precision(low), **dependent(low.device))
     return y
 
 
@@ -324,7 +334,8 @@ def outward(dys: Sequence[Tensor], b: Sequence[Tensor], low: Tensor, scale: floa
         _outward[((num_narrow + blocks) * num_chunks,)](
             *_three(dys), *_three(b), low, dlow, db, num_live, chunk, num_narrow, blocks, low.stride(0),
             *_three([dy.stride(0) for dy in dys]), *_widths(b), num_wide, scale, MATRICES=len(b), PARTS=parts, RANK=rank, ROWS=rows,
-            STEP=step, INNER=_columns(rank), COLUMNS=columns, TALL=tall, STAGES=4, PRECISION=_precision(low))
+            STEP=step, INNER=_columns(rank), COLUMNS=columns, TALL=tall, STAGES=4, PRECISION=_precision(low),
+            **dependent(low.device, early=False))
     return dlow, db
 
 
@@ -345,7 +356,8 @@ def inward(dlow: Tensor, a: Sequence[Tensor], x: Tensor, scale: float, *, wants_
     if num_programs:
         _inward[(triton.cdiv(depth, columns), num_chunks)](
             dlow, *_three(a), x, dx, da, num_programs, num_live, chunk, depth, x.stride(0), dlow.stride(0), scale, MATRICES=len(a),
-            RANKS=ranks, ROWS=rows, COLUMNS=columns, INNER=_columns(ranks), STAGES=2 if x.itemsize == 4 else 4, PRECISION=_precision(x))
+            RANKS=ranks, ROWS=rows, COLUMNS=columns, INNER=_columns(ranks), STAGES=2 if x.itemsize == 4 else 4, PRECISION=_precision(x),
+            **dependent(x.device))
     return dx, da
 
 
@@ -354,4 +366,4 @@ def add_up(da: Tensor, db: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], *, 
     block, size_a, sizes = 256, a[0].numel(), [each.numel() for each in b]
     programs = len(a) * triton.cdiv(size_a, block) + sum(triton.cdiv(size, block) for size in sizes)
     _add_up[(programs,)](da, db, *_three(a), *_three(b), len(da), len(db), size_a, *_three(sizes), MATRICES=len(a), PARTS=PARTS,
-                         BLOCK=block, ADDS=adds)
+                         BLOCK=block, ADDS=adds, **dependent(da.device))
