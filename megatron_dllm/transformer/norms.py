@@ -21,8 +21,9 @@ def inverse_root(x: Tensor, eps: float) -> Tensor:
     size = x.shape[-1]
     if x.is_cuda:
         return x.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
-    # The sum of (x^2 + eps) / size: on a CPU the number of operations counts.
-    return torch.addcmul(_number(eps / size, x.dtype), x, x, value=1 / size).sum(-1, keepdim=True).rsqrt_()
+    # On a CPU the number of operations counts, and what they write.
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return torch.addcmul(_number(eps, x.dtype), norm, norm, value=1 / size).rsqrt_()
 
 
 @functools.cache
@@ -34,6 +35,17 @@ def gradient_of_normed(grad: Tensor, normed: Tensor, root: Tensor) -> Tensor:
     """dx = r * (g - n * mean(g * n)) of n = x * r, r = inverse_root(x), from g, the gradient of n."""
     projection = (grad * normed).sum(-1, keepdim=True)
     return torch.addcmul(grad, normed, projection, value=-1 / normed.shape[-1]).mul_(root)
+
+
+def gradient_of_weighted(grad: Tensor, normed: Tensor, root: Tensor, weight: Tensor, *, wants_weight: bool) -> tuple[Tensor, Tensor | None]:
+    """dx as of `gradient_of_normed`, and dw where it is wanted, of n * w from the gradient of that, all but w [H] in at least fp32.
+
+    On a CPU the rows' sums of g * n, g being grad * w, are products of w with grad * n, which dw is the sum of.
+    """
+    product, weight = grad * normed, weight.to(grad.dtype)
+    projection = (product * weight).sum(-1, keepdim=True) if grad.is_cuda else (product @ weight).unsqueeze(-1)
+    dx = torch.addcmul(grad * weight, normed, projection, value=-1 / normed.shape[-1]).mul_(root)
+    return dx, product.flatten(0, -2).sum(0) if wants_weight else None
 
 
 class _RMSNorm(PlainFunction):
@@ -54,12 +66,10 @@ class _RMSNorm(PlainFunction):
     def backward(ctx, grad: Tensor):
         x, weight, root = ctx.saved_tensors
         normed, grad = at_least_fp32(x) * root, at_least_fp32(grad)
-        grad_weight = None
-        if weight is not None:
-            if ctx.needs_input_grad[1]:
-                grad_weight = (grad * normed).flatten(0, -2).sum(0).to(weight.dtype)
-            grad = grad * weight.to(grad.dtype)
-        return gradient_of_normed(grad, normed, root).to(x.dtype), grad_weight, None
+        if weight is None:
+            return gradient_of_normed(grad, normed, root).to(x.dtype), None, None
+        dx, of_weight = gradient_of_weighted(grad, normed, root, weight, wants_weight=ctx.needs_input_grad[1])
+        return dx.to(x.dtype), None if of_weight is None else of_weight.to(weight.dtype), None
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:

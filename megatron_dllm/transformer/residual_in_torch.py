@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .norms import gradient_of_normed, inverse_root
+from .norms import gradient_of_normed, gradient_of_weighted, inverse_root
 from .plain_function import PlainFunction
 from .precision import at_least_fp32
 
@@ -34,6 +34,13 @@ def _of_weight(grad: Tensor, normed: Tensor, weight: Tensor, wanted: bool) -> Te
     return (grad * normed).sum(0).to(weight.dtype) if wanted else None
 
 
+def _through_norm(grad: Tensor, normed: Tensor, root: Tensor, weight: Tensor, wanted: bool,
+                  dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """The gradients in `dtype` of what was normed, and of the weight, where it is wanted."""
+    dx, of_weight = gradient_of_weighted(grad, normed, root, weight, wants_weight=wanted)
+    return dx.to(dtype), None if of_weight is None else of_weight.to(weight.dtype)
+
+
 class _AfterAttention(PlainFunction):
     """h = x + y * r(y) * weight, and h * r(h) * reader for each of three readers. Saved: y and h times their r, and r."""
 
@@ -55,8 +62,7 @@ class _AfterAttention(PlainFunction):
             of_readers[2] *= ctx.factor
         inner = (first * readers[0]).addcmul_(second, readers[1]).addcmul_(third, readers[2] * ctx.factor)
         total = gradient_of_normed(inner, normed, root_h).add_(dh)
-        of_weight = _of_weight(total, added, weight, ctx.needs_input_grad[2])
-        dy = gradient_of_normed(total * weight, added, root).to(ctx.dtype)
+        dy, of_weight = _through_norm(total, added, root, weight, ctx.needs_input_grad[2], ctx.dtype)
         return total.to(ctx.dtype), dy, of_weight, *of_readers, None, None
 
 
@@ -79,7 +85,7 @@ class _AfterFeedForward(PlainFunction):
         normed_a, root_a, normed_b, root_b, total, root, weight_a, weight_b, weight, scale = ctx.saved_tensors
         wanted, dtype = ctx.needs_input_grad, grad.dtype
         dh = at_least_fp32(grad) * scale
-        inner = gradient_of_normed(dh * weight, total, root)
-        return (dh.to(dtype), gradient_of_normed(inner * weight_a, normed_a, root_a).to(dtype),
-                gradient_of_normed(inner * weight_b, normed_b, root_b).to(dtype), _of_weight(inner, normed_a, weight_a, wanted[3]),
-                _of_weight(inner, normed_b, weight_b, wanted[4]), _of_weight(dh, total, weight, wanted[5]), None, None, None)
+        inner, of_weight = _through_norm(dh, total, root, weight, wanted[5], dh.dtype)
+        da, of_weight_a = _through_norm(inner, normed_a, root_a, weight_a, wanted[3], dtype)
+        db, of_weight_b = _through_norm(inner, normed_b, root_b, weight_b, wanted[4], dtype)
+        return dh.to(dtype), da, db, of_weight_a, of_weight_b, of_weight, None, None, None
