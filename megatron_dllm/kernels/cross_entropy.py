@@ -6,7 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-COLUMNS = 2048  # 8 warps, 8 logits a thread
+COLUMNS = 2048
+WARPS = 4  # 16 logits a thread
 PARTS = 4  # a token's vocabulary is read by so many programs: 512 tokens (a chunk at 262144 rows) then fill 132 processors evenly
 STAGES = 4
 # A soft cap up to which exp(logit - cap) is summed without the largest logit: the least such number, exp(-80), is far from fp32's.
@@ -38,6 +39,12 @@ def _logits(values, column, softcap, seen, extra, HAS_CAP: tl.constexpr, HAS_BON
 
 
 @triton.jit
+def _below_cap(values, softcap):
+    """softcap - softcap * tanh(values / softcap), to an error of some units of softcap in fp32."""
+    return 2 * softcap / (1 + tl.exp2(values * (2.8853900817779268 / softcap)))
+
+
+@triton.jit
 def _statistics(product, target, observed, bonus, own, num_tokens, width, softcap, PARTS: tl.constexpr, COLUMNS: tl.constexpr,
                 HAS_CAP: tl.constexpr, HAS_BONUS: tl.constexpr, HAS_PEAK: tl.constexpr, IS_WHOLE: tl.constexpr, STAGES: tl.constexpr):
     """With HAS_PEAK no logit is above the soft cap, which is then taken off before exp instead of the largest so far. IS_WHOLE: each part
@@ -59,24 +66,29 @@ def _statistics(product, target, observed, bonus, own, num_tokens, width, softca
         column = at + tl.arange(0, COLUMNS)
         inside = None if IS_WHOLE else column < end
         values = tl.load(product + column, mask=inside).to(tl.float32)
-        logits, _ = _logits(values, column, softcap, seen, extra, HAS_CAP, HAS_BONUS)
-        if not IS_WHOLE:
-            logits = tl.where(inside, logits, -float("inf"))
-        above = logits > largest
         if HAS_PEAK:
-            total += tl.exp(logits - softcap)
+            # A larger product has the larger logit, so that the products alone are compared.
+            share = tl.exp2(-1.4426950408889634 * _below_cap(values, softcap))
+            total += share if IS_WHOLE else tl.where(inside, share, 0.0)
+            if not IS_WHOLE:
+                values = tl.where(inside, values, -3e38)
         else:
-            small = tl.exp(-tl.abs(logits - largest))
-            total = tl.where(above, total * small + 1, total + small)
-        first = tl.where(above, column, first)
-        largest = tl.where(above, logits, largest)
+            values, _ = _logits(values, column, softcap, seen, extra, HAS_CAP, HAS_BONUS)
+            if not IS_WHOLE:
+                values = tl.where(inside, values, -float("inf"))
+            small = tl.exp(-tl.abs(values - largest))
+            total = tl.where(values > largest, total * small + 1, total + small)
+        first = tl.where(values > largest, column, first)
+        largest = tl.maximum(values, largest)
     overall = tl.max(largest, 0)
+    best = tl.min(tl.where(largest == overall, first, 2147483647), 0)
     if HAS_PEAK:
         # A part without tokens has a sum of zero and no largest logit.
+        capped, _ = _logits(tl.maximum(overall, -1e4 * softcap), 0, softcap, 0, 0.0, HAS_CAP, False)
+        overall = tl.where(overall > -3e38, capped, overall)
         sum_exp = tl.sum(total, 0) * tl.exp(tl.minimum(softcap - overall, 2 * softcap))
     else:
         sum_exp = tl.sum(total * tl.exp(largest - overall), 0)
-    best = tl.min(tl.where(largest == overall, first, 2147483647), 0)
     ours = (wanted >= part * per_part) & (wanted < end)
     value = tl.load(product + wanted, mask=ours, other=0.0).to(tl.float32)
     logit, _ = _logits(value, wanted, softcap, seen, extra, HAS_CAP, HAS_BONUS)
@@ -131,7 +143,7 @@ def softmax_statistics(product: Tensor, target: Tensor, softcap: float | None, o
         _statistics[(num_tokens, PARTS)](product, target, observed, bonus, own, num_tokens, width, softcap or 1.0, PARTS=PARTS,
                                          COLUMNS=COLUMNS, HAS_CAP=softcap is not None, HAS_BONUS=observed is not None,
                                          HAS_PEAK=observed is None and softcap is not None and softcap <= LARGEST_KNOWN_PEAK,
-                                         IS_WHOLE=width % (PARTS * COLUMNS) == 0, STAGES=STAGES, num_warps=8)
+                                         IS_WHOLE=width % (PARTS * COLUMNS) == 0, STAGES=STAGES, num_warps=WARPS)
     return own
 
 
@@ -144,7 +156,7 @@ def logit_gradient(product: Tensor, target: Tensor, token_weights: Tensor, large
     if grad.numel():
         _gradient[(num_tokens, triton.cdiv(width, COLUMNS))](
             product, target, token_weights, observed, bonus, largest, scale, grad, width, softcap or 1.0, COLUMNS=COLUMNS,
-            HAS_CAP=softcap is not None, HAS_BONUS=observed is not None, num_warps=8)
+            HAS_CAP=softcap is not None, HAS_BONUS=observed is not None, num_warps=WARPS)
     return grad
 
 
@@ -154,5 +166,5 @@ def probabilities(product: Tensor, largest: Tensor, scale: Tensor, softcap: floa
     result = product if dtype == product.dtype else torch.empty_like(product, dtype=dtype)
     if result.numel():
         _probabilities[(num_tokens, triton.cdiv(width, COLUMNS))](product, largest, scale, result, width, softcap or 1.0, COLUMNS=COLUMNS,
-                                                                  HAS_CAP=softcap is not None, num_warps=8)
+                                                                  HAS_CAP=softcap is not None, num_warps=WARPS)
     return result
