@@ -116,9 +116,9 @@ def _attended_backward(y, h, weight, weight_1, weight_2, weight_3, roots, dh, do
 
 
 @triton.jit(do_not_specialize=["num_first"])
-def _fed_forward(h, a, b, weight_a, weight_b, weight, scalars, y, roots, num_first, eps, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
-                 MEETS: tl.constexpr):
-    """Without MEETS, y is the norm alone: there is no h, and nothing is scaled."""
+def _fed_forward(h, a, b, weight_a, weight_b, weight, scalars, weight_next, y, normed_next, roots, num_first, eps, WIDTH: tl.constexpr,
+                 COLUMNS: tl.constexpr, MEETS: tl.constexpr):
+    """Without MEETS, y is the norm alone: there is no h, and nothing is scaled. weight_next: of the norm of y beside it, or None."""
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, COLUMNS)
     inside = column < WIDTH
     at = row * WIDTH + column
@@ -129,31 +129,47 @@ def _fed_forward(h, a, b, weight_a, weight_b, weight, scalars, y, roots, num_fir
     root_a, root_b = tl.rsqrt(square_a / WIDTH + eps), tl.rsqrt(square_b / WIDTH + eps)
     total = wide_a * root_a * _load(weight_a, column, inside) + wide_b * root_b * _load(weight_b, column, inside)
     root = _inverse_root(total, eps, WIDTH)
-    tl.store(roots + 3 * row, root_a)
-    tl.store(roots + 3 * row + 1, root_b)
-    tl.store(roots + 3 * row + 2, root)
+    tl.store(roots + 4 * row, root_a)
+    tl.store(roots + 4 * row + 1, root_b)
+    tl.store(roots + 4 * row + 2, root)
     out = total * root * _load(weight, column, inside)
     if MEETS:
         out = (residual + out) * tl.load(scalars + (row >= num_first).to(tl.int32)).to(tl.float32)
-    tl.store(y + at, out.to(y.dtype.element_ty), mask=inside)
+    rounded = out.to(y.dtype.element_ty)
+    tl.store(y + at, rounded, mask=inside)
+    if weight_next is not None:
+        # Of y as it is stored, so that the backward, which reads it again, has the same norm.
+        total = rounded.to(tl.float32)
+        root_next = _inverse_root(total, eps, WIDTH)
+        tl.store(roots + 4 * row + 3, root_next)
+        total *= root_next * _load(weight_next, column, inside)
+        tl.store(normed_next + at, total.to(normed_next.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_live", "num_first"])
-def _fed_forward_backward(a, b, weight_a, weight_b, weight, scalars, roots, dy, dh, da, db, partial, num_first, num_rows, num_live,
-                          WIDTH: tl.constexpr, COLUMNS: tl.constexpr, WANTS_WEIGHTS: tl.constexpr, MEETS: tl.constexpr):
-    """Rows from `num_live` on have gradients of zero, and are not read."""
+def _fed_forward_backward(a, b, weight_a, weight_b, weight, scalars, weight_next, y, roots, dy, dnext, dh, da, db, partial, num_first,
+                          num_rows, num_live, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, WANTS_WEIGHTS: tl.constexpr,
+                          MEETS: tl.constexpr):
+    """Rows from `num_live` on have gradients of zero, and are not read. weight_next, y and dnext: None where y has no norm beside it."""
     column = tl.arange(0, COLUMNS)
     inside = column < WIDTH
     dweight_a, dweight_b = tl.zeros((COLUMNS,), tl.float32), tl.zeros((COLUMNS,), tl.float32)
-    dweight = tl.zeros((COLUMNS,), tl.float32)
+    dweight, dweight_next = tl.zeros((COLUMNS,), tl.float32), tl.zeros((COLUMNS,), tl.float32)
     row = tl.program_id(0)
     while row < num_rows:
         at, seen = row.to(tl.int64) * WIDTH + column, inside & (row < num_live)
-        root_a, root_b, root = tl.load(roots + 3 * row), tl.load(roots + 3 * row + 1), tl.load(roots + 3 * row + 2)
+        root_a, root_b, root = tl.load(roots + 4 * row), tl.load(roots + 4 * row + 1), tl.load(roots + 4 * row + 2)
         factor_a, factor_b = _load(weight_a, column, inside), _load(weight_b, column, inside)
         normed_a, normed_b = _load(a, at, seen) * root_a, _load(b, at, seen) * root_b
         normed = (normed_a * factor_a + normed_b * factor_b) * root
         grad = _load(dy, at, seen)
+        if weight_next is not None:
+            root_next, grad_next = tl.load(roots + 4 * row + 3), _load(dnext, at, seen)
+            normed_next = _load(y, at, seen) * root_next
+            if WANTS_WEIGHTS:
+                dweight_next += grad_next * normed_next
+            grad_next *= _load(weight_next, column, inside)
+            grad += root_next * (grad_next - normed_next * (tl.sum(grad_next * normed_next, 0) / WIDTH))
         if MEETS:
             grad *= tl.load(scalars + (row >= num_first).to(tl.int32)).to(tl.float32)
             tl.store(dh + at, grad.to(dh.dtype.element_ty), mask=inside)
@@ -173,10 +189,13 @@ def _fed_forward_backward(a, b, weight_a, weight_b, weight, scalars, roots, dy, 
         tl.store(db + at, (root_b * (grad * factor_b - normed_b * along_b)).to(db.dtype.element_ty), mask=inside)
         row += tl.num_programs(0)
     if WANTS_WEIGHTS:
-        at = partial + tl.program_id(0).to(tl.int64) * (3 * WIDTH) + column
+        COUNT: tl.constexpr = 3 if weight_next is None else 4
+        at = partial + tl.program_id(0).to(tl.int64) * (COUNT * WIDTH) + column
         tl.store(at, dweight_a, mask=inside)
         tl.store(at + WIDTH, dweight_b, mask=inside)
         tl.store(at + 2 * WIDTH, dweight, mask=inside)
+        if weight_next is not None:
+            tl.store(at + 3 * WIDTH, dweight_next, mask=inside)
 
 
 def _columns(width: int, wants_weights: bool) -> dict[str, int]:
@@ -237,38 +256,39 @@ class _Attended(torch.autograd.Function):
 
 
 class _FedForward(torch.autograd.Function):
-    """Saved: a and b as they are, and three numbers a row. Without h and scalars (None) the norm alone."""
+    """Saved: a and b as they are, four numbers a row and, where y has a norm beside it, y. Without h and scalars (None) the norm alone."""
 
     @staticmethod
-    def forward(ctx, h: Tensor | None, a: Tensor, b: Tensor, weight_a: Tensor, weight_b: Tensor, weight: Tensor, scalars: Tensor | None,
-                num_first: int, eps: float, num_live: int | None) -> Tensor:
-        a, b, meets = a.contiguous(), b.contiguous(), h is not None
+    def forward(ctx, h: Tensor | None, a: Tensor, b: Tensor, weight_a: Tensor, weight_b: Tensor, weight: Tensor, weight_next: Tensor | None,
+                scalars: Tensor | None, num_first: int, eps: float, num_live: int | None) -> Tensor | tuple[Tensor, Tensor]:
+        a, b, meets, is_normed = a.contiguous(), b.contiguous(), h is not None, weight_next is not None
         h = h.contiguous() if meets else None
         num_rows, width = a.shape
-        y, roots = torch.empty_like(h if meets else a), torch.empty(num_rows, 3, dtype=torch.float32, device=a.device)
+        y, roots = torch.empty_like(h if meets else a), torch.empty(num_rows, 4, dtype=torch.float32, device=a.device)
+        normed = torch.empty_like(y) if is_normed else None
         if num_rows:
-            _fed_forward[(num_rows,)](h, a, b, weight_a, weight_b, weight, scalars, y, roots, num_first, eps, MEETS=meets,
-                                      **_columns(width, any(ctx.needs_input_grad[3:6])))
-        ctx.save_for_backward(a, b, weight_a, weight_b, weight, scalars, roots)
+            _fed_forward[(num_rows,)](h, a, b, weight_a, weight_b, weight, scalars, weight_next, y, normed, roots, num_first, eps,
+                                      MEETS=meets, **_columns(width, any(ctx.needs_input_grad[3:7])))
+        ctx.save_for_backward(a, b, weight_a, weight_b, weight, weight_next, scalars, y if is_normed else None, roots)
         ctx.num_first, ctx.num_live = num_first, num_rows if num_live is None else num_live
-        return y
+        return (y, normed) if is_normed else y
 
     @staticmethod
-    def backward(ctx, dy: Tensor):
-        a, b, weight_a, weight_b, weight, scalars, roots = ctx.saved_tensors
-        meets, wants = scalars is not None, ctx.needs_input_grad[3:6]
+    def backward(ctx, dy: Tensor, dnext: Tensor | None = None):
+        a, b, weight_a, weight_b, weight, weight_next, scalars, y, roots = ctx.saved_tensors
+        meets, wants = scalars is not None, ctx.needs_input_grad[3:7]
         num_rows, width = a.shape
         dh = torch.empty(dy.shape, dtype=dy.dtype, device=dy.device) if meets else None
-        da, db = torch.empty_like(a), torch.empty_like(b)
+        da, db, weights = torch.empty_like(a), torch.empty_like(b), (weight_a, weight_b, weight, weight_next)
         if not num_rows:
-            return dh, da, db, *_zeros((weight_a, weight_b, weight), wants), *[None] * 4
-        programs, partial = _partial(a, any(wants), 3 * width)
-        _fed_forward_backward[(programs,)](a, b, weight_a, weight_b, weight, scalars, roots, dy.contiguous(), dh, da, db, partial,
-                                           ctx.num_first, num_rows, ctx.num_live, WANTS_WEIGHTS=any(wants), MEETS=meets,
-                                           **_columns(width, any(wants)))
+            return dh, da, db, *_zeros(weights, wants), *[None] * 4
+        programs, partial = _partial(a, any(wants), (3 if weight_next is None else 4) * width)
+        _fed_forward_backward[(programs,)](a, b, weight_a, weight_b, weight, scalars, weight_next, y, roots, dy.contiguous(),
+                                           None if y is None else dnext.contiguous(), dh, da, db, partial, ctx.num_first, num_rows,
+                                           ctx.num_live, WANTS_WEIGHTS=any(wants), MEETS=meets, **_columns(width, any(wants)))
         if not any(wants):
-            return dh, da, db, *[None] * 7
-        sums = sum_partials(partial, weight.dtype).split(width)
+            return dh, da, db, *[None] * 8
+        sums = (*sum_partials(partial, weight.dtype).split(width), None)[:4]
         return dh, da, db, *(total if wanted else None for total, wanted in zip(sums, wants, strict=True)), *[None] * 4
 
 
@@ -288,7 +308,13 @@ def after_feed_forward(h: Tensor, a: Tensor, b: Tensor, weight_a: Tensor, weight
 
     In fp32; the dtype of `h`. `scalars` [2] has no gradient. Gradients of rows from `num_live` on (None: of none) are taken for zero.
     """
-    return _FedForward.apply(h, a, b, weight_a, weight_b, weight, scalars, num_first, eps, num_live)
+    return _FedForward.apply(h, a, b, weight_a, weight_b, weight, None, scalars, num_first, eps, num_live)
+
+
+def after_feed_forward_and_norm(h: Tensor, a: Tensor, b: Tensor, weight_a: Tensor, weight_b: Tensor, weight: Tensor, weight_next: Tensor,
+                                scalars: Tensor, num_first: int, eps: float, num_live: int | None = None) -> tuple[Tensor, Tensor]:
+    """y as `after_feed_forward` gives it, and n(y) * weight_next, of y as it is rounded; the weights are of one dtype."""
+    return _FedForward.apply(h, a, b, weight_a, weight_b, weight, weight_next, scalars, num_first, eps, num_live)
 
 
 def before_feed_forward(h: Tensor, readers: tuple[Tensor, Tensor, Tensor], factor: float, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -299,4 +325,4 @@ def before_feed_forward(h: Tensor, readers: tuple[Tensor, Tensor, Tensor], facto
 def of_feed_forward(a: Tensor, b: Tensor, weight_a: Tensor, weight_b: Tensor, weight: Tensor, eps: float,
                     num_live: int | None = None) -> Tensor:
     """n(n(a) * weight_a + n(b) * weight_b) * weight, in fp32; the dtype of a; a, b [T, W]. `num_live` as in `after_feed_forward`."""
-    return _FedForward.apply(None, a, b, weight_a, weight_b, weight, None, 0, eps, num_live)
+    return _FedForward.apply(None, a, b, weight_a, weight_b, weight, None, None, 0, eps, num_live)

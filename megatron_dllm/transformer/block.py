@@ -20,9 +20,9 @@ from .attention import SelfAttention
 from .gated_delta_net import GatedDeltaContext, GatedDeltaNet
 from .hyper_connection import HyperConnection, Norms, PlainConnection, StreamChain, Streams
 from .mlp import MLP
-from .norms import RMSNorm
+from .norms import RMSNorm, rms_norm
 from .recompute import Recompute
-from .residual import after_attention, after_feed_forward, of_feed_forward
+from .residual import NormedInput, after_attention, after_feed_forward, after_feed_forward_and_norm, of_feed_forward
 from .token_pass import LayerContext, TokenPass
 
 # Layer type -> what attends: forward(x [T, H], the pass's entry for the type, earlier context) -> y [T, H] and the context to keep.
@@ -83,27 +83,37 @@ class TransformerBlock(nn.Module):
         # The released model scales the output of each pass by a buffer of its own: [clean, canvas].
         self.register_buffer("layer_scalars", torch.ones(2, dtype=dtype, device=context.device))
 
-    def forward(self, x: Tensor | Streams, token_pass: TokenPass, earlier: Context | None, chain: StreamChain | None = None,
-                reader: HyperConnection | PlainConnection | None = None) -> tuple[Tensor | Streams, Context | None]:
+    @property
+    def reader(self) -> HyperConnection | RMSNorm | None:
+        """What reads this layer's input first, for the layer before; None where that cannot make use of it."""
+        if isinstance(self.attention_connection, HyperConnection):
+            return self.attention_connection
+        norm, fits = self.input_layernorm, self.run == self._fused and "block" not in self.recompute.parts
+        return norm if fits and norm.function is rms_norm and norm.weight.is_cuda else None
+
+    def forward(self, x: Tensor | Streams | NormedInput, token_pass: TokenPass, earlier: Context | None, chain: StreamChain | None = None,
+                reader: HyperConnection | RMSNorm | None = None) -> tuple[Tensor | Streams | NormedInput, Context | None]:
         """y [T, H] and the layer's context for a later pass; recomputed in the backward where the configuration says so.
 
-        `chain`: where mHC's streams are to be computed again from, see stream_chains. `reader`: who reads y, if known: with mHC y is then
-        Streams.
+        `chain`: where mHC's streams are to be computed again from, see stream_chains. `reader`: that of the layer that reads y, if known: y
+        is then Streams or NormedInput.
         """
         return self.recompute.with_moe("block", self.run, NOT_CHECKPOINTED, x, token_pass, earlier, chain, reader)
 
-    def _fused(self, call: Call, x: Tensor, token_pass: TokenPass, earlier: Context | None, chain: StreamChain | None,
-               reader: PlainConnection | None) -> tuple[Tensor, Context | None]:
+    def _fused(self, call: Call, x: Tensor | NormedInput, token_pass: TokenPass, earlier: Context | None, chain: StreamChain | None,
+               reader: RMSNorm | None) -> tuple[Tensor | NormedInput, Context | None]:
         """`_by_parts` where nothing comes between the norms that meet the residual."""
         router, eps, num_live = self.moe.router, self.input_layernorm.eps, token_pass.num_own_live
-        normed, x = self.input_layernorm.beside(x, num_live)
+        normed, x = (x.normed, x.x) if isinstance(x, NormedInput) else self.input_layernorm.beside(x, num_live)
         attended, kept = self.attention(normed, token_pass.layers[self.kind], earlier)
         readers = self.pre_feedforward_layernorm.weight, self.pre_feedforward_layernorm_2.weight, router.scale
         h, for_mlp, for_experts, scaled = after_attention(x, attended, self.post_attention_layernorm.weight, readers, router.root, eps,
                                                           num_live)
         parts = self._feed_forward(call, for_mlp, for_experts, scaled, token_pass)
-        scalars = self.layer_scalars
-        return after_feed_forward(h, *parts, *self._feed_forward_norms(), scalars, token_pass.num_clean, eps, num_live), kept
+        norms, scalars = self._feed_forward_norms(), self.layer_scalars
+        if reader is not None:
+            return after_feed_forward_and_norm(h, *parts, *norms, reader.weight, scalars, token_pass.num_clean, eps, num_live), kept
+        return after_feed_forward(h, *parts, *norms, scalars, token_pass.num_clean, eps, num_live), kept
 
     def _over_streams(self, call: Call, x: Tensor | Streams, token_pass: TokenPass, earlier: Context | None, chain: StreamChain | None,
                       reader: HyperConnection | None) -> tuple[Tensor | Streams, Context | None]:
@@ -133,7 +143,7 @@ class TransformerBlock(nn.Module):
         return tuple(norm.weight for norm in norms)
 
     def _by_parts(self, call: Call, x: Tensor | Streams, token_pass: TokenPass, earlier: Context | None, chain: StreamChain | None,
-                  reader: HyperConnection | PlainConnection | None) -> tuple[Tensor | Streams, Context | None]:
+                  reader: HyperConnection | None) -> tuple[Tensor | Streams, Context | None]:
         u, x, mix = self.attention_connection.read(x, chain, num_live=token_pass.num_own_live)
         attended, kept = self.attention(self.input_layernorm(u), token_pass.layers[self.kind], earlier)
         x = self.attention_connection.write(x, self.post_attention_layernorm(attended), mix, chain, self.feed_forward_connection)

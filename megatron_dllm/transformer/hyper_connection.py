@@ -76,7 +76,7 @@ class PlainConnection:
         """What the part reads, x, and the scale of what `write` gives."""
         return x, x, scale
 
-    def write(self, x: Tensor, y: Tensor, scale: Tensor | None, chain: None, reader: PlainConnection | None = None) -> Tensor:
+    def write(self, x: Tensor, y: Tensor, scale: Tensor | None, chain: None, reader: None = None) -> Tensor:
         """(x + y) * scale."""
         return x + y if scale is None else (x + y) * scale
 

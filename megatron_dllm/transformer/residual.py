@@ -1,6 +1,8 @@
 """Where a layer's parts meet the residual stream: the norms before and after, in one function, which is one kernel on CUDA."""
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from torch import Tensor
 
 from ..kernels.launch import WIDEST_ROW, takes
@@ -9,6 +11,13 @@ from .norms import rms_norm
 from .precision import at_least_fp32
 
 Readers = tuple[Tensor, Tensor, Tensor]
+
+
+class NormedInput(NamedTuple):
+    """x [T, H] of a layer and, since what wrote x made it as well, the norm of x that the layer's attention reads."""
+
+    x: Tensor
+    normed: Tensor
 
 
 def after_attention(x: Tensor, y: Tensor, weight: Tensor, readers: Readers, factor: float, eps: float,
@@ -53,6 +62,18 @@ def after_feed_forward(h: Tensor, a: Tensor, b: Tensor, weight_a: Tensor, weight
 
         return kernel.after_feed_forward(h, a, b, weight_a, weight_b, weight, scalars, num_first, eps, num_live)
     return residual_in_torch.after_feed_forward(h, a, b, weight_a, weight_b, weight, scalars, num_first, eps)
+
+
+def after_feed_forward_and_norm(h: Tensor, a: Tensor, b: Tensor, weight_a: Tensor, weight_b: Tensor, weight: Tensor, weight_next: Tensor,
+                                scalars: Tensor, num_first: int, eps: float, num_live: int | None = None) -> NormedInput:
+    """y, the result of `after_feed_forward`, and rms_norm(y, weight_next); on CUDA in one kernel."""
+    if takes(h, a, b, weight_a, weight_b, weight, weight_next, scalars) and h.shape[1] <= WIDEST_ROW:
+        from ..kernels import residual as kernel  # Triton is there with CUDA alone
+
+        return NormedInput(*kernel.after_feed_forward_and_norm(h, a, b, weight_a, weight_b, weight, weight_next, scalars, num_first, eps,
+                                                               num_live))
+    y = after_feed_forward(h, a, b, weight_a, weight_b, weight, scalars, num_first, eps, num_live)
+    return NormedInput(y, rms_norm(y, weight_next, eps))
 
 
 def of_feed_forward(a: Tensor, b: Tensor, weight_a: Tensor, weight_b: Tensor, weight: Tensor, eps: float,

@@ -83,6 +83,32 @@ def test_before_and_of_feed_forward(shape, dtype, device):
     check(fused, alone, plain, [a, b, *weights], dy, units=8)
 
 
+def fed_and_normed(function):
+    return lambda h, a, b, weight_a, weight_b, weight, scalars, last: torch.cat(
+        function(h, a, b, weight_a, weight_b, weight, last, scalars, len(h) // 3, EPS))
+
+
+@DEVICES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_after_feed_forward_and_norm(shape, dtype, device):
+    need_kernels(device)
+    from megatron_dllm.kernels import residual as kernel
+
+    def in_two(h, *others):
+        *before, last, scalars, num_first, eps = others
+        y = reference.after_feed_forward(h, *before, scalars, num_first, eps)
+        return y, reference.rms_norm(y, last, eps)
+
+    inputs, dy = fed_forward_arguments(shape, dtype, device)
+    inputs.append(weights(5, shape[1], dtype, device)[-1])
+    double = torch.cat([dy, (2 * dy).flip(0)])
+    functions = (kernel.after_feed_forward_and_norm, in_two, residual.after_feed_forward_and_norm)
+    check(*map(fed_and_normed, functions), inputs, double, units=8)
+    first, again = (outputs_and_gradients(fed_and_normed(functions[0]), inputs, double) for _ in range(2))
+    assert all(torch.equal(*pair) for pair in zip(first, again, strict=True))
+
+
 @DEVICES
 def test_repeats_are_bit_equal_and_frozen_weights_get_nothing(device):
     need_kernels(device)
@@ -123,10 +149,12 @@ def test_rows_without_a_gradient_are_not_read(trained, device):
 
     def gradients(fill, num_live):
         leaves = [[w.detach().clone().requires_grad_(trained or number < first) for number, w in enumerate(inputs)]
-                  for first, inputs in ((2, (x, y, *of_first)), (3, (h, a, b, *of_second)), (1, (x, of_first[0])))]
-        attend, feed, norm = leaves
+                  for first, inputs in ((2, (x, y, *of_first)), (3, (h, a, b, *of_second)), (1, (x, of_first[0])),
+                                        (3, (h, a, b, *of_second, of_first[0])))]
+        attend, feed, norm, both = leaves
         outs = [*kernel.after_attention(*attend[:3], tuple(attend[3:]), FACTOR, EPS, num_live),
-                kernel.after_feed_forward(*feed, scalars, 3, EPS, num_live), *rms_norm_beside(*norm, EPS, num_live)]
+                kernel.after_feed_forward(*feed, scalars, 3, EPS, num_live), *rms_norm_beside(*norm, EPS, num_live),
+                *kernel.after_feed_forward_and_norm(*both, scalars, 3, EPS, num_live)]
         douts = [torch.where(dead[:, None], fill, dy[:7] * (number + 1)).to(out.dtype) for number, out in enumerate(outs)]
         return torch.autograd.grad(outs, [leaf for each in leaves for leaf in each if leaf.requires_grad], douts)
 

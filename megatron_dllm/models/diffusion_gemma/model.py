@@ -125,7 +125,7 @@ class DiffusionGemma(nn.Module):
     def run_blocks(self, x: Tensor, numbers: Iterable[int], token_pass: TokenPass, earlier: Contexts | None) -> tuple[Tensor, Contexts]:
         """Residual streams [T, n * H] after the layers of these numbers, and these layers' contexts where the pass keeps any."""
         contexts, numbers = {}, list(numbers)
-        readers = [*(self.layers[str(number)].attention_connection for number in numbers[1:]), None]
+        readers = [*(self.layers[str(number)].reader for number in numbers[1:]), None]
         for number, reader, chain in zip(numbers, readers, stream_chains(self.recompute), strict=False):
             x, kept = self.layers[str(number)](x, token_pass, None if earlier is None else earlier[number], chain, reader)
             if kept is not None:
