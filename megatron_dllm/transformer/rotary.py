@@ -140,6 +140,7 @@ class _NormHeads(PlainFunction):
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: int = 1) -> Tensor:
-    """`rotate` of x [T, heads, d], at least fp32, by a table's `whole`, or with -1 back; without gradient."""
+    """`rotate` of x [T, heads, d], at least fp32, by a table's `whole`, or with -1 back; in place, without gradient."""
     low, high = x.chunk(2, -1)
-    return (x * cos).addcmul_(torch.cat([high, low], -1), sin, value=sign)
+    swapped = torch.cat([high, low], -1)
+    return x.mul_(cos).addcmul_(swapped, sin, value=sign)

@@ -183,7 +183,7 @@ class _SmallAttention(PlainFunction):
             if group.hidden is not None:
                 # Several times as fast as masked_fill_.
                 scores.view(group.num_pieces, -1, *group.hidden.shape[2:]).add_(group.hidden)
-            p = scores.softmax(-1)
+            p = torch.softmax(scores, -1, out=scores)  # row by row: in place
             _place_queries(torch.bmm(p, factors[2]), out, group)
             saved += *factors, p
         ctx.save_for_backward(*saved)
@@ -199,7 +199,8 @@ class _SmallAttention(PlainFunction):
             if group.idle is not None:
                 do.view(group.num_pieces, ctx.query_shape[1], -1, do.shape[-1]).masked_fill_(group.idle, 0)
             _add_keys(torch.bmm(p.mT, do), dvalue, group)
-            dscores = torch._softmax_backward_data(torch.bmm(do, v.mT), p, -1, p.dtype)
+            dp = torch.bmm(do, v.mT)
+            dscores = torch._softmax_backward_data(dp, p, -1, p.dtype, grad_input=dp)
             _add_keys(torch.bmm(dscores.mT, q), dkey, group)
             _place_queries(torch.bmm(dscores, k), dquery, group)
         return dquery.to(ctx.dtype), dkey.to(ctx.dtype), dvalue.to(ctx.dtype), None
