@@ -47,7 +47,7 @@ class _AfterAttention(PlainFunction):
     @staticmethod
     def forward(ctx, x: Tensor, y: Tensor, weight: Tensor, first: Tensor, second: Tensor, third: Tensor, factor: float, eps: float):
         added, root = _normed(y, eps)
-        h = x + (added * weight).to(x.dtype)
+        h = (added * weight).to(x.dtype).add_(x)
         normed, root_h = _normed(h, eps)
         ctx.save_for_backward(added, root, normed, root_h, weight, first, second, third)
         ctx.dtype, ctx.factor = x.dtype, factor
@@ -74,11 +74,11 @@ class _AfterFeedForward(PlainFunction):
                 eps: float) -> Tensor:
         normed_a, root_a = _normed(a, eps)
         normed_b, root_b = _normed(b, eps)
-        total, root = _normed(normed_a * weight_a + normed_b * weight_b, eps)
+        total, root = _normed((normed_a * weight_a).add_(normed_b * weight_b), eps)
         first, second = scalars.split(1)
         scale = torch.cat([first.expand(num_first, 1), second.expand(h.shape[0] - num_first, 1)])
         ctx.save_for_backward(normed_a, root_a, normed_b, root_b, total, root, weight_a, weight_b, weight, scale)
-        return ((total * weight).add_(h) * scale).to(h.dtype)
+        return (total * weight).add_(h).mul_(scale).to(h.dtype)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
