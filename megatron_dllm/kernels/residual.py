@@ -6,18 +6,23 @@ Legend: T rows, W width, n(v) = v * (mean(v^2) + eps)^-0.5.
 """
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import next_power_of_2, persistent_programs
+from .launch import has_large_shared_memory, next_power_of_2, persistent_programs, processors
 from .rms_norm import sum_partials
 
-WARPS = 16  # of a program that holds a row of 2816 and up to four partial sums as wide: 8 numbers of each a thread
-# Without the sums; of 5120 rows on an H200, us of forward and backward: after_attention 113, by 16 warps 163, with an exchange between
-# warps for every sum 134; after_feed_forward 101, 140 and 105.
-FROZEN_WARPS = 8
+# Of 5120 rows on an H200, us of forward and backward of after_attention and after_feed_forward. With sums of the weights' gradients, by 16
+# warps that read a row while they work on another two, one program a processor: 145 and 110; without reading ahead 153 and 124, with an
+# exchange between warps for every sum 179 and 152. Without the sums, a row a program, by 8 warps 121 and 103, by 4 warps 121 and 91, with
+# an exchange for every sum 141 and 106.
+WARPS, STAGES = 16, 3
+FROZEN_WARPS, FROZEN_WARPS_FED = 8, 4
+MOST_SHARED = 200 * 1024  # bytes of shared memory for what is read ahead
 
 
 @triton.jit
@@ -72,15 +77,17 @@ def _attended(x, y, weight, weight_1, weight_2, weight_3, h, out_1, out_2, out_3
 
 @triton.jit(do_not_specialize=["num_rows", "num_live"])
 def _attended_backward(y, h, weight, weight_1, weight_2, weight_3, roots, dh, dout_1, dout_2, dout_3, dx, dy, partial, partial_3, factor,
-                       num_rows, num_live, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, WANTS_WEIGHTS: tl.constexpr, MEETS: tl.constexpr):
+                       num_rows, num_live, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, WANTS_WEIGHTS: tl.constexpr, MEETS: tl.constexpr,
+                       STAGES: tl.constexpr):
     """Rows from `num_live` on have gradients of zero, and are not read."""
     column = tl.arange(0, COLUMNS)
     inside = column < WIDTH
     dweight, dweight_1 = tl.zeros((COLUMNS,), tl.float32), tl.zeros((COLUMNS,), tl.float32)
     dweight_2, dweight_3 = tl.zeros((COLUMNS,), tl.float32), tl.zeros((COLUMNS,), tl.float32)
-    row = tl.program_id(0)
-    while row < num_rows:
-        at, seen = row.to(tl.int64) * WIDTH + column, inside & (row < num_live)
+    first, step = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    for turn in tl.range(0, tl.cdiv(num_rows - tl.program_id(0), step), num_stages=STAGES):
+        row = first + turn * step
+        at, seen = row * WIDTH + column, inside & (row < num_live)
         root_h = tl.load(roots + 2 * row + 1)
         normed = _load(h, at, seen) * root_h
         grad_1, grad_2, grad_3 = _load(dout_1, at, seen), _load(dout_2, at, seen), _load(dout_3, at, seen) * factor
@@ -106,7 +113,6 @@ def _attended_backward(y, h, weight, weight_1, weight_2, weight_3, roots, dh, do
         else:
             total = root_h * (grad - normed * (tl.sum(grad * normed, 0) / WIDTH))
         tl.store(dx + at, total.to(dx.dtype.element_ty), mask=inside)
-        row += tl.num_programs(0)
     if WANTS_WEIGHTS:
         at = partial + tl.program_id(0).to(tl.int64) * (3 * WIDTH) + column
         tl.store(at, dweight, mask=inside)
@@ -149,15 +155,16 @@ def _fed_forward(h, a, b, weight_a, weight_b, weight, scalars, weight_next, y, n
 @triton.jit(do_not_specialize=["num_rows", "num_live", "num_first"])
 def _fed_forward_backward(a, b, weight_a, weight_b, weight, scalars, weight_next, y, roots, dy, dnext, dh, da, db, partial, num_first,
                           num_rows, num_live, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, WANTS_WEIGHTS: tl.constexpr,
-                          MEETS: tl.constexpr):
+                          MEETS: tl.constexpr, STAGES: tl.constexpr):
     """Rows from `num_live` on have gradients of zero, and are not read. weight_next, y and dnext: None where y has no norm beside it."""
     column = tl.arange(0, COLUMNS)
     inside = column < WIDTH
     dweight_a, dweight_b = tl.zeros((COLUMNS,), tl.float32), tl.zeros((COLUMNS,), tl.float32)
     dweight, dweight_next = tl.zeros((COLUMNS,), tl.float32), tl.zeros((COLUMNS,), tl.float32)
-    row = tl.program_id(0)
-    while row < num_rows:
-        at, seen = row.to(tl.int64) * WIDTH + column, inside & (row < num_live)
+    first, step = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    for turn in tl.range(0, tl.cdiv(num_rows - tl.program_id(0), step), num_stages=STAGES):
+        row = first + turn * step
+        at, seen = row * WIDTH + column, inside & (row < num_live)
         root_a, root_b, root = tl.load(roots + 4 * row), tl.load(roots + 4 * row + 1), tl.load(roots + 4 * row + 2)
         factor_a, factor_b = _load(weight_a, column, inside), _load(weight_b, column, inside)
         normed_a, normed_b = _load(a, at, seen) * root_a, _load(b, at, seen) * root_b
@@ -187,7 +194,6 @@ def _fed_forward_backward(a, b, weight_a, weight_b, weight, scalars, weight_next
         along_a, along_b = root * (grad_a - share * own_a) / WIDTH, root * (grad_b - share * own_b) / WIDTH
         tl.store(da + at, (root_a * (grad * factor_a - normed_a * along_a)).to(da.dtype.element_ty), mask=inside)
         tl.store(db + at, (root_b * (grad * factor_b - normed_b * along_b)).to(db.dtype.element_ty), mask=inside)
-        row += tl.num_programs(0)
     if WANTS_WEIGHTS:
         COUNT: tl.constexpr = 3 if weight_next is None else 4
         at = partial + tl.program_id(0).to(tl.int64) * (COUNT * WIDTH) + column
@@ -198,18 +204,25 @@ def _fed_forward_backward(a, b, weight_a, weight_b, weight, scalars, weight_next
             tl.store(at + 3 * WIDTH, dweight_next, mask=inside)
 
 
-def _columns(width: int, wants_weights: bool) -> dict[str, int]:
+def _columns(width: int, warps: int) -> dict[str, int]:
     columns = next_power_of_2(width)
-    return {"WIDTH": width, "COLUMNS": columns, "num_warps": max(1, min(WARPS if wants_weights else FROZEN_WARPS, columns // 128))}
+    return {"WIDTH": width, "COLUMNS": columns, "num_warps": max(1, min(warps, columns // 128))}
 
 
-def _partial(rows: Tensor, wants: bool, width: int) -> tuple[int, Tensor | None]:
-    """(programs, room for the sums of each of them [programs, width])."""
-    num_rows = len(rows)
+def _loop(rows: Tensor, wants: bool, inputs: Sequence[Tensor | None]) -> tuple[int, int]:
+    """(programs, stages) of a backward that reads a row of each of the inputs; with sums (`wants`) programs share the rows."""
+    num_rows, width = rows.shape
     if not wants:
-        return num_rows, None
-    programs = persistent_programs(rows.device, num_rows)
-    return programs, torch.empty(programs, width, dtype=torch.float32, device=rows.device)
+        return num_rows, 1
+    shared = (STAGES - 1) * next_power_of_2(width) * sum(x.itemsize for x in inputs if x is not None)
+    if shared > MOST_SHARED or rows.is_cuda and not has_large_shared_memory(rows.device):
+        return persistent_programs(rows.device, num_rows), 1
+    return min(num_rows, processors(rows.device)), STAGES
+
+
+def _room(programs: int, wants: bool, width: int, device: torch.device) -> Tensor | None:
+    """For the sums of each program, [programs, width]."""
+    return torch.empty(programs, width, dtype=torch.float32, device=device) if wants else None
 
 
 def _zeros(weights: tuple[Tensor, ...], wants: tuple[bool, ...]) -> list[Tensor | None]:
@@ -230,7 +243,7 @@ class _Attended(torch.autograd.Function):
         roots = torch.empty(num_rows, 2, dtype=torch.float32, device=x.device)
         if num_rows:
             _attended[(num_rows,)](x, y, weight, weight_1, weight_2, weight_3, h, out_1, out_2, out_3, roots, factor, eps, MEETS=meets,
-                                   **_columns(width, any(ctx.needs_input_grad[2:6])))
+                                   **_columns(width, WARPS if any(ctx.needs_input_grad[2:6]) else FROZEN_WARPS))
         ctx.save_for_backward(y, h, weight, weight_1, weight_2, weight_3, roots)
         ctx.factor, ctx.num_live = factor, num_rows if num_live is None else num_live
         return (h, out_1, out_2, out_3) if meets else (out_1, out_2, out_3)
@@ -244,11 +257,12 @@ class _Attended(torch.autograd.Function):
         dx, dy = torch.empty_like(h), torch.empty_like(y) if meets else None
         if not num_rows:
             return dx, dy, *_zeros((weight, weight_1, weight_2, weight_3), wants), None, None, None
-        programs, partial = _partial(h, any(wants), 3 * width)
-        _, partial_3 = _partial(h, any(wants), width)
+        inputs = y, h, weight, weight_1, weight_2, weight_3, dh, dout_1, dout_2, dout_3
+        programs, stages = _loop(h, any(wants), inputs)
+        partial, partial_3 = (_room(programs, any(wants), count * width, h.device) for count in (3, 1))
         _attended_backward[(programs,)](y, h, weight, weight_1, weight_2, weight_3, roots, dh, dout_1, dout_2, dout_3, dx, dy, partial,
                                         partial_3, ctx.factor, num_rows, ctx.num_live, WANTS_WEIGHTS=any(wants), MEETS=meets,
-                                        **_columns(width, any(wants)))
+                                        STAGES=stages, **_columns(width, WARPS if any(wants) else FROZEN_WARPS))
         if not any(wants):
             return dx, dy, *[None] * 7
         sums = *sum_partials(partial, weight_1.dtype).split(width), sum_partials(partial_3, weight_3.dtype)
@@ -268,7 +282,7 @@ class _FedForward(torch.autograd.Function):
         normed = torch.empty_like(y) if is_normed else None
         if num_rows:
             _fed_forward[(num_rows,)](h, a, b, weight_a, weight_b, weight, scalars, weight_next, y, normed, roots, num_first, eps,
-                                      MEETS=meets, **_columns(width, any(ctx.needs_input_grad[3:7])))
+                                      MEETS=meets, **_columns(width, WARPS if any(ctx.needs_input_grad[3:7]) else FROZEN_WARPS_FED))
         ctx.save_for_backward(a, b, weight_a, weight_b, weight, weight_next, scalars, y if is_normed else None, roots)
         ctx.num_first, ctx.num_live = num_first, num_rows if num_live is None else num_live
         return (y, normed) if is_normed else y
@@ -282,10 +296,12 @@ class _FedForward(torch.autograd.Function):
         da, db, weights = torch.empty_like(a), torch.empty_like(b), (weight_a, weight_b, weight, weight_next)
         if not num_rows:
             return dh, da, db, *_zeros(weights, wants), *[None] * 4
-        programs, partial = _partial(a, any(wants), (3 if weight_next is None else 4) * width)
+        programs, stages = _loop(a, any(wants), (a, b, *weights, y, dy, dnext))
+        partial = _room(programs, any(wants), (3 if weight_next is None else 4) * width, a.device)
         _fed_forward_backward[(programs,)](a, b, weight_a, weight_b, weight, scalars, weight_next, y, roots, dy.contiguous(),
                                            None if y is None else dnext.contiguous(), dh, da, db, partial, ctx.num_first, num_rows,
-                                           ctx.num_live, WANTS_WEIGHTS=any(wants), MEETS=meets, **_columns(width, any(wants)))
+                                           ctx.num_live, WANTS_WEIGHTS=any(wants), MEETS=meets, STAGES=stages,
+                                           **_columns(width, WARPS if any(wants) else FROZEN_WARPS_FED))
         if not any(wants):
             return dh, da, db, *[None] * 8
         sums = (*sum_partials(partial, weight.dtype).split(width), None)[:4]
