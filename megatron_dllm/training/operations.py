@@ -59,7 +59,8 @@ class StepOperations:
         forward   forward of everything with a gradient
         backward  input and weight gradients, as if every weight is trained: twice the forward, and once for the soft embedding, whose
                   probabilities are detached; beside adapters no weight gradients
-        repeated  forward work done again in the backward, by --recompute-granularity and by the soft embedding, which keeps no logits
+        repeated  forward work done again in the backward, by --recompute-granularity and by the soft embedding (at most: it keeps the
+                  probabilities of a few tokens)
     """
 
     draft: Operations
