@@ -163,14 +163,14 @@ def _score_in_torch(chunk: _Chunk, head: _Head, gradient_dtype: torch.dtype | No
     scores = _Scores.of(own.unsqueeze(0), head.tp)
     if gradient_dtype is None or not head.own.size:
         return scores, None
-    grad = exp.mul_(((own[0] - scores.largest).exp() / scores.sum_exp).unsqueeze(1))
-    grad.scatter_add_(1, rows.unsqueeze(1), -ours.to(grad.dtype).unsqueeze(1))
-    grad.mul_(chunk.token_weights.unsqueeze(1))
+    weights = chunk.token_weights
+    grad = exp.mul_(((own[0] - scores.largest).exp() / scores.sum_exp * weights).unsqueeze(1))
+    grad.scatter_add_(1, rows.unsqueeze(1), -(ours * weights).unsqueeze(1))
     if head.softcap is not None:
         if chunk.observed is not None:
             logits.scatter_(1, seen, without_bonus)
         # d/dx [c tanh(x / c)] = 1 - tanh^2
-        grad.mul_(logits.div_(head.softcap).square_().neg_().add_(1))
+        grad.addcmul_(grad, logits.square_(), value=-head.softcap ** -2)
     return scores, grad.to(gradient_dtype)
 
 
