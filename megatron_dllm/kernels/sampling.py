@@ -10,7 +10,9 @@ from .cross_entropy import _tanh
 from .launch import next_power_of_2
 
 COLUMNS = 4096  # 8 warps, 16 logits a thread
-PART = 4096  # of a position, that a program of 8 warps reads at once: 16 logits a thread
+# Of a position, that a program reads at once. One warp, which waits for no other: 2048 positions of 262144 logits took an H200 540 us, of
+# which 500 are their bytes'; 4096 by 8 warps 588.
+PART, POSITION_WARPS = 1024, 4
 # Of a program that goes through a whole position: 8 warps; with few registers several share a processor, what they wait for is on its way.
 SOFTMAX_COLUMNS, SOFTMAX_STAGES = 2048, 4
 
@@ -23,53 +25,72 @@ def _cap(product, logits, size, softcap, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _tempered(value, warmth, softcap, HAS_CAP: tl.constexpr):
-    """softcap * tanh(value / softcap), or value, times `warmth`, one over the temperature."""
-    value = value.to(tl.float32)
+def _factors(temperature, softcap, HAS_CAP: tl.constexpr):
+    """(height, slope) for `_tempered`; the temperature is read from memory, so that a recording serves every step."""
+    height = (1 / tl.load(temperature)).to(tl.float32)
     if HAS_CAP:
-        value, _ = _tanh(value / softcap)
-        value *= softcap
-    return value * warmth
+        return height * softcap, 2.8853900817779268 / softcap
+    return height, height
 
 
 @triton.jit
-def _read_part(logits, kept, figures, firsts, width, temperature, softcap, PARTS: tl.constexpr, COLUMNS: tl.constexpr,
-               HAS_CAP: tl.constexpr):
+def _tempered(value, height, slope, HAS_CAP: tl.constexpr):
+    """height tanh(value log(2) slope / 2), or height value: the logits over the temperature. As near as the last bit of `height`, which is
+    what the largest have too: nearer, as by a series around 0, would change no probability."""
+    value = value.to(tl.float32)
+    if HAS_CAP:
+        return height - 2 * height / (1 + tl.exp2(slope * value))
+    return height * value
+
+
+@triton.jit
+def _sums(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def _read_part(logits, kept, figures, width, temperature, softcap, PARTS: tl.constexpr, COLUMNS: tl.constexpr, HAS_CAP: tl.constexpr,
+               WHOLE: tl.constexpr):
     """Of each part of a position, figures fp32 [N, 3, PARTS]: the largest logit, the sum of e = exp(logit - largest), and that of e *
-    (logit - largest); firsts int32 [N, PARTS]: where the largest comes first."""
+    (logit - largest). WHOLE: no part reaches over the end of a position."""
     position, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     column = part * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < width
     at = position.to(tl.int64) * width + column
-    # One over the temperature, read from memory, so that a recording serves every step.
-    value = _tempered(tl.load(logits + at, mask=inside, other=0.0), (1 / tl.load(temperature)).to(tl.float32), softcap, HAS_CAP)
-    tl.store(kept + at, value, mask=inside)
-    value = tl.where(inside, value, -3e38)
-    largest = tl.max(value, 0)
-    first = tl.min(tl.where(value == largest, column, 2147483647), 0)
-    distance = tl.where(inside, value - largest, 0.0)
-    e = tl.where(inside, tl.exp(distance), 0.0)
-    tl.store(firsts + tl.program_id(0), first)
+    height, slope = _factors(temperature, softcap, HAS_CAP)
+    if WHOLE:
+        value = _tempered(tl.load(logits + at), height, slope, HAS_CAP)
+        tl.store(kept + at, value)
+        largest = tl.max(value, 0)
+        distance = value - largest
+        e = tl.exp(distance)
+    else:
+        value = _tempered(tl.load(logits + at, mask=inside, other=0.0), height, slope, HAS_CAP)
+        tl.store(kept + at, value, mask=inside)
+        largest = tl.max(tl.where(inside, value, -3e38), 0)
+        distance = tl.where(inside, value - largest, 0.0)
+        e = tl.where(inside, tl.exp(distance), 0.0)
+    total, spread = tl.reduce((e, e * distance), 0, _sums)
     figures += position.to(tl.int64) * (3 * PARTS) + part
     tl.store(figures, largest)
-    tl.store(figures + PARTS, tl.sum(e, 0))
-    tl.store(figures + 2 * PARTS, tl.sum(e * distance, 0))
+    tl.store(figures + PARTS, total)
+    tl.store(figures + 2 * PARTS, spread)
 
 
 @triton.jit
-def _read_position(logits, uniforms, figures, firsts, sample, argmax, entropy, width, temperature, softcap, PARTS: tl.constexpr,
+def _read_position(logits, uniforms, figures, sample, argmax, entropy, width, temperature, softcap, PARTS: tl.constexpr,
                    POWER: tl.constexpr, COLUMNS: tl.constexpr, HAS_CAP: tl.constexpr):
-    """Puts the parts of a position together, then goes through the one in which the running sum passes the target."""
+    """Puts the parts of a position together, then goes through the one in which the running sum passes the target, and through the first
+    that has the largest logit."""
     position, part, lanes = tl.program_id(0).to(tl.int64), tl.arange(0, POWER), tl.arange(0, COLUMNS)
     at, is_part = figures + position * (3 * PARTS) + part, part < PARTS
-    largest, first = tl.load(at, mask=is_part, other=-3e38), tl.load(firsts + position * PARTS + part, mask=is_part, other=0)
+    largest = tl.load(at, mask=is_part, other=-3e38)
     total, spread = tl.load(at + PARTS, mask=is_part, other=0.0), tl.load(at + 2 * PARTS, mask=is_part, other=0.0)
     overall = tl.max(largest, 0)
     distance = tl.maximum(largest - overall, -1e4)
     scale = tl.exp(distance)
     share = total * scale
     mass = tl.sum(share, 0)
-    tl.store(argmax + position, tl.min(tl.where(is_part & (largest == overall), first, 2147483647), 0).to(tl.int64))
     # Rounding may leave less than nothing of a sure position's.
     tl.store(entropy + position, tl.maximum(tl.log(mass) - tl.sum(scale * (spread + distance * total), 0) / mass, 0.0))
     target = tl.load(uniforms + position).to(tl.float32) * mass
@@ -78,15 +99,21 @@ def _read_position(logits, uniforms, figures, firsts, sample, argmax, entropy, w
     chosen = tl.min(tl.where((running > target) & (share > 0), part, POWER), 0)
     chosen = tl.where(chosen == POWER, tl.max(tl.where(share > 0, part, 0), 0), chosen)
     before = tl.sum(tl.where(part < chosen, share, 0.0), 0)
+    height, slope = _factors(temperature, softcap, HAS_CAP)
+    logits += position * width
     column = chosen * COLUMNS + lanes
     inside = column < width
-    value = _tempered(tl.load(logits + position * width + column, mask=inside, other=0.0), (1 / tl.load(temperature)).to(tl.float32),
-                      softcap, HAS_CAP)
+    value = _tempered(tl.load(logits + column, mask=inside, other=0.0), height, slope, HAS_CAP)
     weight = tl.where(inside, tl.exp(value - overall), 0.0)
     past = (before + tl.cumsum(weight, 0) > target) & (weight > 0)
     found = tl.min(tl.where(past, column, 2147483647), 0)
     last = tl.max(tl.where(weight > 0, column, 0), 0)
     tl.store(sample + position, tl.where(found == 2147483647, last, found).to(tl.int64))
+    column = tl.min(tl.where(is_part & (largest == overall), part, POWER), 0) * COLUMNS + lanes
+    inside = column < width
+    value = tl.where(inside, _tempered(tl.load(logits + column, mask=inside, other=0.0), height, slope, HAS_CAP), -3e38)
+    # Its own largest, not that of `figures`: compilers may round a logit otherwise in another kernel.
+    tl.store(argmax + position, tl.min(tl.where(inside & (value == tl.max(value, 0)), column, 2147483647), 0).to(tl.int64))
 
 
 @triton.jit
@@ -146,10 +173,10 @@ def read_product(product: Tensor, softcap: float | None, temperature: Tensor, un
     entropy = torch.empty(count, dtype=torch.float32, device=product.device)
     parts = triton.cdiv(width, PART)
     figures = torch.empty(count, 3, parts, dtype=torch.float32, device=product.device)
-    firsts = torch.empty(count, parts, dtype=torch.int32, device=product.device)
-    shared = {"PARTS": parts, "COLUMNS": PART, "HAS_CAP": softcap is not None, "num_warps": 8}
+    shared = {"PARTS": parts, "COLUMNS": PART, "HAS_CAP": softcap is not None}
     if count:
-        _read_part[(count * parts,)](product, kept, figures, firsts, width, temperature, softcap or 1.0, **shared)
-        _read_position[(count,)](product, uniforms, figures, firsts, sample, argmax, entropy, width, temperature, softcap or 1.0,
-                                 POWER=next_power_of_2(parts), **shared)
+        _read_part[(count * parts,)](product, kept, figures, width, temperature, softcap or 1.0, WHOLE=width % PART == 0,
+                                     num_warps=1, **shared)
+        _read_position[(count,)](product, uniforms, figures, sample, argmax, entropy, width, temperature, softcap or 1.0,
+                                 POWER=next_power_of_2(parts), num_warps=POSITION_WARPS, **shared)
     return sample, argmax, entropy
