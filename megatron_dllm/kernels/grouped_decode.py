@@ -27,8 +27,7 @@ from .launch import processors
 @dataclass(frozen=True)
 class DecodeTiling:
     """rows of ours x columns, which are rows of the weight; `depth` of the contraction a step, `stages` of them on their way; programs a
-    processor (None: one a tile); whether the next tile's loop begins before a tile is stored; tiles of up to `small` rows are computed as
-    if they were that high (0: none are); rows of a dense layer's tile."""
+    processor (None: one a tile); whether the next tile's loop begins before a tile is stored; rows of a dense layer's tile."""
 
     rows: int
     columns: int
@@ -37,7 +36,6 @@ class DecodeTiling:
     stages: int
     programs: int | None = None
     flatten: bool = False
-    small: int = 0
     dense_rows: int = 64
 
 
@@ -46,9 +44,6 @@ class DecodeTiling:
 UP_TILING = DecodeTiling(32, 64, 64, warps=4, stages=3)
 DOWN_TILING = DecodeTiling(32, 128, 64, warps=4, stages=5, programs=2, flatten=True)
 TOGETHER_DOWN_TILING = DecodeTiling(32, 128, 64, warps=4, stages=4)
-# For many rows: with grouped_gemm's product 527 us for 128 experts and 16384 rows; 568 with a program a processor, which gets as many tiles
-# as the others, though some are lower (H200).
-MANY_UP_TILING = DecodeTiling(128, 128, 64, warps=8, stages=4, small=32)
 
 
 @triton.jit
@@ -82,9 +77,11 @@ def _put(y, values, row, inside, across, F: tl.constexpr):
 
 
 @triton.jit
-def _activate_rows(x, weight, token, y, expert, first, rows, column, D: tl.constexpr, F: tl.constexpr, ROWS: tl.constexpr,
-                   COLUMNS: tl.constexpr, DEPTH: tl.constexpr):
-    """A tile of `rows` rows, ROWS at most."""
+def _activate_tile(x, weight, token, y, table, tile, D: tl.constexpr, F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+                   DEPTH: tl.constexpr, ENTRY: tl.constexpr):
+    ACROSS: tl.constexpr = (F + COLUMNS - 1) // COLUMNS
+    entry, column = table + tile // ACROSS * ENTRY, tile % ACROSS * COLUMNS
+    expert, first, rows = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
     down = tl.arange(0, ROWS)
     inside = down < rows
     at = tl.load(token + first + down, mask=inside, other=0).to(tl.int64) * D
@@ -92,22 +89,10 @@ def _activate_rows(x, weight, token, y, expert, first, rows, column, D: tl.const
     _put(y, values, first + down, inside, column + tl.arange(0, COLUMNS), F)
 
 
-@triton.jit
-def _activate_tile(x, weight, token, y, table, tile, D: tl.constexpr, F: tl.constexpr, ROWS: tl.constexpr, SMALL: tl.constexpr,
-                   COLUMNS: tl.constexpr, DEPTH: tl.constexpr, ENTRY: tl.constexpr):
-    ACROSS: tl.constexpr = (F + COLUMNS - 1) // COLUMNS
-    entry, column = table + tile // ACROSS * ENTRY, tile % ACROSS * COLUMNS
-    expert, first, rows = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
-    if SMALL > 0 and rows <= SMALL:
-        _activate_rows(x, weight, token, y, expert, first, rows, column, D, F, SMALL, COLUMNS, DEPTH)
-    else:
-        _activate_rows(x, weight, token, y, expert, first, rows, column, D, F, ROWS, COLUMNS, DEPTH)
-
-
 @triton.jit(do_not_specialize=["num_tokens"])
 def _activated(x, weight, token, y, table, number, dense_x, dense_weight, dense_y, num_tokens, D: tl.constexpr, F: tl.constexpr,
-               DENSE: tl.constexpr, ROWS: tl.constexpr, SMALL: tl.constexpr, DENSE_ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-               DEPTH: tl.constexpr, ENTRY: tl.constexpr, FLATTEN: tl.constexpr, DEPENDENT: tl.constexpr):
+               DENSE: tl.constexpr, ROWS: tl.constexpr, DENSE_ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+               ENTRY: tl.constexpr, FLATTEN: tl.constexpr, DEPENDENT: tl.constexpr):
     """x [T, D]; weight: a descriptor of [E, 2 F, D] by [1, COLUMNS, DEPTH]; y [N, F].
 
     Of a dense layer, if there is one, dense_x [T, D], weight [1, 2 DENSE, D], y [T, DENSE]: its tiles stand between the experts', since
@@ -119,7 +104,7 @@ def _activated(x, weight, token, y, table, number, dense_x, dense_weight, dense_
     tiles = tl.load(number) * ACROSS
     if DENSE == 0:
         for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
-            _activate_tile(x, weight, token, y, table, tile, D, F, ROWS, SMALL, COLUMNS, DEPTH, ENTRY)
+            _activate_tile(x, weight, token, y, table, tile, D, F, ROWS, COLUMNS, DEPTH, ENTRY)
     else:
         blocks, share = (num_tokens + DENSE_ROWS - 1) // DENSE_ROWS, (tiles + DENSE_ACROSS - 1) // DENSE_ACROSS
         for place in tl.range(tl.program_id(0), (blocks + share) * DENSE_ACROSS, tl.num_programs(0)):
@@ -131,7 +116,7 @@ def _activated(x, weight, token, y, table, number, dense_x, dense_weight, dense_
                                 DEPTH)
                 _put(dense_y, values, row, row < num_tokens, column + tl.arange(0, COLUMNS), DENSE)
             elif tile < tiles:
-                _activate_tile(x, weight, token, y, table, tile, D, F, ROWS, SMALL, COLUMNS, DEPTH, ENTRY)
+                _activate_tile(x, weight, token, y, table, tile, D, F, ROWS, COLUMNS, DEPTH, ENTRY)
 
 
 @triton.jit
@@ -146,22 +131,18 @@ def _narrow_rows(x, weight, y, expert, first, rows, column, D: tl.constexpr, F: 
 
 
 @triton.jit
-def _narrow_tile(x, x_small, weight, y, table, tile, D: tl.constexpr, F: tl.constexpr, ROWS: tl.constexpr, SMALL: tl.constexpr,
-                 COLUMNS: tl.constexpr, DEPTH: tl.constexpr, ENTRY: tl.constexpr):
+def _narrow_tile(x, weight, y, table, tile, D: tl.constexpr, F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+                 DEPTH: tl.constexpr, ENTRY: tl.constexpr):
     ACROSS: tl.constexpr = (F + COLUMNS - 1) // COLUMNS
     entry, column = table + tile // ACROSS * ENTRY, tile % ACROSS * COLUMNS
-    expert, first, rows = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
-    if SMALL > 0 and rows <= SMALL:
-        _narrow_rows(x_small, weight, y, expert, first, rows, column, D, F, SMALL, COLUMNS, DEPTH)
-    else:
-        _narrow_rows(x, weight, y, expert, first, rows, column, D, F, ROWS, COLUMNS, DEPTH)
+    _narrow_rows(x, weight, y, tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), column, D, F, ROWS, COLUMNS, DEPTH)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def _narrowed(x, x_small, weight, y, table, number, dense_x, dense_weight, dense_y, num_tokens, D: tl.constexpr, F: tl.constexpr,
-              DENSE: tl.constexpr, ROWS: tl.constexpr, SMALL: tl.constexpr, DENSE_ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-              DEPTH: tl.constexpr, ENTRY: tl.constexpr, FLATTEN: tl.constexpr, DEPENDENT: tl.constexpr):
-    """x, x_small: descriptors of [N, D] by [ROWS, DEPTH] and [SMALL, DEPTH]; weight: one of [E, F, D] by [1, COLUMNS, DEPTH]; y [N, F].
+def _narrowed(x, weight, y, table, number, dense_x, dense_weight, dense_y, num_tokens, D: tl.constexpr, F: tl.constexpr,
+              DENSE: tl.constexpr, ROWS: tl.constexpr, DENSE_ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+              ENTRY: tl.constexpr, FLATTEN: tl.constexpr, DEPENDENT: tl.constexpr):
+    """x: a descriptor of [N, D] by [ROWS, DEPTH]; weight: one of [E, F, D] by [1, COLUMNS, DEPTH]; y [N, F].
 
     A dense layer, if there is one, as above; dense_x: a descriptor of [T, DENSE] by [DENSE_ROWS, DEPTH], weight [1, F, DENSE], y [T, F].
     """
@@ -170,7 +151,7 @@ def _narrowed(x, x_small, weight, y, table, number, dense_x, dense_weight, dense
     tiles = tl.load(number) * ACROSS
     if DENSE == 0:
         for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
-            _narrow_tile(x, x_small, weight, y, table, tile, D, F, ROWS, SMALL, COLUMNS, DEPTH, ENTRY)
+            _narrow_tile(x, weight, y, table, tile, D, F, ROWS, COLUMNS, DEPTH, ENTRY)
     else:
         blocks, share = (num_tokens + DENSE_ROWS - 1) // DENSE_ROWS, (tiles + ACROSS - 1) // ACROSS
         for place in tl.range(tl.program_id(0), (blocks + share) * ACROSS, tl.num_programs(0)):
@@ -181,7 +162,7 @@ def _narrowed(x, x_small, weight, y, table, number, dense_x, dense_weight, dense
                 _narrow_rows(dense_x, dense_weight, dense_y, 0, first, num_tokens - first, group * COLUMNS, DENSE, F, DENSE_ROWS, COLUMNS,
                              DEPTH)
             elif tile < tiles:
-                _narrow_tile(x, x_small, weight, y, table, tile, D, F, ROWS, SMALL, COLUMNS, DEPTH, ENTRY)
+                _narrow_tile(x, weight, y, table, tile, D, F, ROWS, COLUMNS, DEPTH, ENTRY)
 
 
 @dataclass(frozen=True)
@@ -201,13 +182,13 @@ def _grid(tiles: RowTiles, width: int, tiling: DecodeTiling, dense: Tensor | Non
 
 
 def _constants(tiling: DecodeTiling, device: torch.device, *, early: bool) -> dict[str, int]:
-    return {"ROWS": tiling.rows, "SMALL": tiling.small, "DENSE_ROWS": tiling.dense_rows, "COLUMNS": tiling.columns, "DEPTH": tiling.depth,
+    return {"ROWS": tiling.rows, "DENSE_ROWS": tiling.dense_rows, "COLUMNS": tiling.columns, "DEPTH": tiling.depth,
             "ENTRY": ENTRY, "FLATTEN": tiling.flatten, "num_warps": tiling.warps, "num_stages": tiling.stages,
             **dependent(device, early=early)}
 
 
-def _of_rows(x: Tensor, rows: int, tiling: DecodeTiling) -> TensorDescriptor | None:
-    return TensorDescriptor.from_tensor(x, [rows, tiling.depth]) if rows else None
+def _of_rows(x: Tensor, rows: int, tiling: DecodeTiling) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(x, [rows, tiling.depth])
 
 
 def _of_weight(weight: Tensor, tiling: DecodeTiling) -> TensorDescriptor:
@@ -241,7 +222,7 @@ def narrowed_rows(activated: Tensor, down: Tensor, rows: ExpertRows, tiling: Dec
         dense_y = y.new_empty(len(dense_activated), width)
         beside = _of_rows(dense_activated, tiling.dense_rows, tiling), _of_weight(dense.down[None], tiling)
     _narrowed[_grid(rows.tiles, width, tiling, dense_y)](
-        _of_rows(activated, tiling.rows, tiling), _of_rows(activated, tiling.small, tiling), _of_weight(down, tiling), y,
-        rows.tiles.table, rows.tiles.number, *beside, dense_y, 0 if dense is None else len(dense_y), D=inner, F=width,
+        _of_rows(activated, tiling.rows, tiling), _of_weight(down, tiling), y, rows.tiles.table, rows.tiles.number, *beside,
+        dense_y, 0 if dense is None else len(dense_y), D=inner, F=width,
         DENSE=0 if dense is None else dense_activated.shape[1], **_constants(tiling, y.device, early=True))
     return y, dense_y

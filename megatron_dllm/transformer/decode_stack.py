@@ -112,7 +112,7 @@ class DecodeLayer:
     def __call__(self, x: Tensor, normed: Tensor, token_pass: TokenPass, cache: KeyCache, next_norm: Tensor,
                  beside: Beside) -> tuple[Tensor, Tensor]:
         """(y, rms_norm(y, next_norm)) of x [T, H] and `normed`, what the layer's first norm makes of it."""
-        from ..kernels import decode_residual, grouped_decode, residual, router_logits  # Triton is there with CUDA alone
+        from ..kernels import decode_residual, grouped_decode, grouped_many, residual, router_logits  # Triton is there with CUDA alone
         from ..kernels.expert_rows import expert_rows
 
         block, eps = self.block, self.block.input_layernorm.eps
@@ -132,8 +132,8 @@ class DecodeLayer:
             with beside():
                 dense = block.mlp(for_mlp)
             weights, indices = choose()
-            tiling = grouped_decode.UP_TILING if is_few else grouped_decode.MANY_UP_TILING
-            rows = expert_rows(indices, len(router.weight), tiling.rows)
+            height = grouped_decode.UP_TILING.rows if is_few else grouped_many.UP_TILING.height
+            rows = expert_rows(indices, len(router.weight), height)
             results = (self._by_few_rows if is_few else self._by_many_rows)(for_experts, rows)
             beside.join()
         norms = (block.post_feedforward_layernorm_1, block.post_feedforward_layernorm_2, block.post_feedforward_layernorm)
@@ -173,12 +173,9 @@ class DecodeLayer:
         return dense, results
 
     def _by_many_rows(self, x: Tensor, rows: ExpertRows) -> Tensor:
-        """As `_by_few_rows`."""
-        from ..kernels import grouped_decode
-        from ..kernels.grouped_gemm import product
-        from ..kernels.grouped_mlp import ROWS_TILING
+        """As `_by_few_rows`; right after the rows are made."""
+        from ..kernels import grouped_many
 
-        assert rows.tiles.height == ROWS_TILING.rows, "one table of tiles serves both products"
         experts = self.block.moe.experts
-        activated, _ = grouped_decode.activated_rows(x, experts.gate_up, rows, grouped_decode.MANY_UP_TILING)
-        return product(activated, experts.down, rows.tiles, ROWS_TILING)
+        activated = grouped_many.activated_rows(x, experts.gate_up, rows, grouped_many.UP_TILING)
+        return grouped_many.narrowed_rows(activated, experts.down, rows, grouped_many.DOWN_TILING)

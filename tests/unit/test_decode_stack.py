@@ -19,9 +19,9 @@ BF16 = torch.bfloat16
 
 
 @DEVICES
-@pytest.mark.parametrize("num_tokens, choices, num_experts, height", [(1, 1, 1, 16), (5, 2, 3, 4), (1100, 8, 12, 16), (256, 8, 128, 32)])
+@pytest.mark.parametrize("num_tokens, choices, num_experts, height", [(1, 1, 1, 16), (5, 2, 3, 4), (1100, 8, 12, 24), (256, 8, 128, 32)])
 def test_expert_rows(num_tokens, choices, num_experts, height, device):
-    """More choices than are sorted at a time, experts without a row, several tiles an expert."""
+    """In one launch and in three, of which no block may be full; experts without a row, several tiles an expert."""
     need_kernels(device)
     from megatron_dllm.kernels.expert_rows import expert_rows
 
@@ -92,12 +92,10 @@ def test_grouped_decode(hidden, inner, num_tokens, device):
     persistent = dataclasses.replace(tiling, programs=1)
     activated, _ = activated_rows(x, gate_up, rows, tiling)
     assert torch.equal(activated, activated_rows(x, gate_up, rows, persistent)[0])
-    lower = dataclasses.replace(tiling, small=4, dense_rows=16)
-    assert torch.equal(activated, activated_rows(x, gate_up, rows, lower)[0])
+    lower = dataclasses.replace(tiling, dense_rows=16)
     ordered = x[rows.token.long()]
     narrowed, _ = narrowed_rows(activated, down, rows, tiling)
     assert torch.equal(narrowed, narrowed_rows(activated, down, rows, dataclasses.replace(persistent, flatten=True))[0])
-    assert torch.equal(narrowed, narrowed_rows(activated, down, rows, lower)[0])
     counts = rows.tiles.starts.diff().long()
     for got, product in ((activated, lambda part, expert: gated(part @ gate_up[expert].double().flatten(0, 1).mT)),
                          (narrowed, lambda part, expert: part @ down[expert].double().mT)):
@@ -116,6 +114,30 @@ def test_grouped_decode(hidden, inner, num_tokens, device):
     for got, want in ((dense_activated, gated(dense.x.double() @ dense.gate_up.double().flatten(0, 1).mT)),
                       (dense_y, dense_activated.double() @ dense.down.double().mT)):
         assert (got - want).abs().max() <= 2**-7 * want.abs().max()
+
+
+@DEVICES
+@pytest.mark.parametrize("hidden, inner, num_tokens", [(40, 24, 9), (64, 72, 45), (128, 64, 1)])
+def test_grouped_many(hidden, inner, num_tokens, device):
+    """Tiles of one part and of two; the same as in tiles of few rows."""
+    need_kernels(device)
+    from megatron_dllm.kernels import grouped_decode, grouped_many
+    from megatron_dllm.kernels.expert_rows import expert_rows
+
+    experts, choices = 4, 2
+    gate_up, down = ((draw(*shape, dtype=torch.float32, device=device, grad=False) * shape[-1]**-0.5).to(BF16)
+                     for shape in ((experts, 2, inner, hidden), (experts, hidden, inner)))
+    x = draw(num_tokens, hidden, dtype=BF16, device=device, grad=False)
+    scores = torch.rand(num_tokens, experts, generator=torch.Generator().manual_seed(1))
+    scores[:, 3], scores[:, 1] = -1, scores[:, 1] + 0.5  # nobody's, and that of many
+    indices = scores.topk(choices).indices.to(device)
+    few, many = grouped_decode.DecodeTiling(16, 64, 64, 4, 2), grouped_many.ManyTiling(16, 16, 64, 64, 4, 2)
+    rows, higher = (expert_rows(indices, experts, height) for height in (few.rows, many.height))
+    assert num_tokens < 45 or (higher.tiles.table[:higher.tiles.number, 2] > many.rows).any()
+    activated = grouped_many.activated_rows(x, gate_up, higher, many)
+    assert torch.equal(activated, grouped_decode.activated_rows(x, gate_up, rows, few)[0])
+    narrowed = grouped_many.narrowed_rows(activated, down, higher, many)
+    assert torch.equal(narrowed, grouped_decode.narrowed_rows(activated, down, rows, few)[0])
 
 
 def gated(hidden):
