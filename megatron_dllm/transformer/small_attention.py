@@ -167,7 +167,7 @@ def _add_keys(x: Tensor, rows: Tensor, group: SmallGroup) -> None:
     if isinstance(group.keys.index, slice):
         _run(rows, group.keys.index).view(pieces.shape).add_(pieces)
     else:
-        rows.index_put_((group.keys.index,), pieces.reshape(-1, heads, head_dim), accumulate=True)
+        rows.index_add_(0, group.keys.index, pieces.reshape(-1, heads, head_dim))
 
 
 class _SmallAttention(PlainFunction):
