@@ -20,8 +20,8 @@ from .rms_norm import sum_partials
 # warps that read a row while they work on another two, one program a processor: 145 and 110; without reading ahead 153 and 124, with an
 # exchange between warps for every sum 179 and 152. Without the sums, a row a program, by 8 warps 121 and 103, by 4 warps 121 and 91, with
 # an exchange for every sum 141 and 106.
-WARPS, STAGES = 16, 3
-FROZEN_WARPS, FROZEN_WARPS_FED = 8, 4
+WARPS_OF_SUMS, STAGES = 16, 3
+WARPS, WARPS_FED = 8, 4
 MOST_SHARED = 200 * 1024  # bytes of shared memory for what is read ahead
 
 
@@ -243,7 +243,7 @@ class _Attended(torch.autograd.Function):
         roots = torch.empty(num_rows, 2, dtype=torch.float32, device=x.device)
         if num_rows:
             _attended[(num_rows,)](x, y, weight, weight_1, weight_2, weight_3, h, out_1, out_2, out_3, roots, factor, eps, MEETS=meets,
-                                   **_columns(width, WARPS if any(ctx.needs_input_grad[2:6]) else FROZEN_WARPS))
+                                   **_columns(width, WARPS))
         ctx.save_for_backward(y, h, weight, weight_1, weight_2, weight_3, roots)
         ctx.factor, ctx.num_live = factor, num_rows if num_live is None else num_live
         return (h, out_1, out_2, out_3) if meets else (out_1, out_2, out_3)
@@ -262,7 +262,7 @@ class _Attended(torch.autograd.Function):
         partial, partial_3 = (_room(programs, any(wants), count * width, h.device) for count in (3, 1))
         _attended_backward[(programs,)](y, h, weight, weight_1, weight_2, weight_3, roots, dh, dout_1, dout_2, dout_3, dx, dy, partial,
                                         partial_3, ctx.factor, num_rows, ctx.num_live, WANTS_WEIGHTS=any(wants), MEETS=meets,
-                                        STAGES=stages, **_columns(width, WARPS if any(wants) else FROZEN_WARPS))
+                                        STAGES=stages, **_columns(width, WARPS_OF_SUMS if any(wants) else WARPS))
         if not any(wants):
             return dx, dy, *[None] * 7
         sums = *sum_partials(partial, weight_1.dtype).split(width), sum_partials(partial_3, weight_3.dtype)
@@ -282,7 +282,7 @@ class _FedForward(torch.autograd.Function):
         normed = torch.empty_like(y) if is_normed else None
         if num_rows:
             _fed_forward[(num_rows,)](h, a, b, weight_a, weight_b, weight, scalars, weight_next, y, normed, roots, num_first, eps,
-                                      MEETS=meets, **_columns(width, WARPS if any(ctx.needs_input_grad[3:7]) else FROZEN_WARPS_FED))
+                                      MEETS=meets, **_columns(width, WARPS_FED))
         ctx.save_for_backward(a, b, weight_a, weight_b, weight, weight_next, scalars, y if is_normed else None, roots)
         ctx.num_first, ctx.num_live = num_first, num_rows if num_live is None else num_live
         return (y, normed) if is_normed else y
@@ -301,7 +301,7 @@ class _FedForward(torch.autograd.Function):
         _fed_forward_backward[(programs,)](a, b, weight_a, weight_b, weight, scalars, weight_next, y, roots, dy.contiguous(),
                                            None if y is None else dnext.contiguous(), dh, da, db, partial, ctx.num_first, num_rows,
                                            ctx.num_live, WANTS_WEIGHTS=any(wants), MEETS=meets, STAGES=stages,
-                                           **_columns(width, WARPS if any(wants) else FROZEN_WARPS_FED))
+                                           **_columns(width, WARPS_OF_SUMS if any(wants) else WARPS_FED))
         if not any(wants):
             return dh, da, db, *[None] * 8
         sums = (*sum_partials(partial, weight.dtype).split(width), None)[:4]
