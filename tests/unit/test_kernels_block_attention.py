@@ -69,10 +69,21 @@ def test_block_attention(name, is_causal, splits, device):
 
 
 @DEVICES
+@pytest.mark.parametrize("name, splits", [("around its end", 1), ("no window, many", 4)])
+def test_a_canvas_where_processors_move_what_they_read(name, splits, device, monkeypatch):
+    need_kernels(device)
+    from megatron_dllm.kernels import block_attention
+
+    monkeypatch.setattr(block_attention, "MOVED_BYTES", 0)
+    check(*case(name, 4, 2, 16, torch.float32, device, False), 2e-6, shape=block_attention.BlockShape(16, 2, 16, 4, 2), splits=splits)
+
+
+@DEVICES
 def test_heads_without_a_partner_and_one_block(device):
     need_kernels(device)
     for heads, groups in ((3, 3), (3, 1)):
-        check(*case("around its end", heads, groups, 16, torch.float32, device, True, order=(1,)), 2e-6)
+        for is_causal in (True, False):
+            check(*case("around its end", heads, groups, 16, torch.float32, device, is_causal, order=(1,)), 2e-6)
 
 
 @pytest.mark.gpu
