@@ -17,6 +17,7 @@ from .core_attention import AttentionPlan, attend
 from .key_cache import BlockPlan, KeyCache
 from .norms import RMSNorm, rms_norm
 from .packed_attention import PackedPlan
+from .precision import accumulation_dtype
 from .recompute import Recompute
 from .rotary import norm_and_rotate_pair, norm_heads, norm_heads_and_keep, norm_joined_heads
 from .rows import take_distinct
@@ -76,7 +77,9 @@ class SelfAttention(nn.Module):
         """Whether one product makes queries, keys and values: on a CPU, where a product and its gradients cost more than the copy of small
         weights."""
         alone = all(layer.adapter is unadapted and layer.factors is None and layer.product is F.linear for layer in self._projections)
-        return alone and not x.is_cuda and self.q_proj.tp.size == 1 and self.turn is norm_and_rotate_pair
+        # In 16 bits each product is rounded by itself, as it is on GPUs.
+        on_cpu = not x.is_cuda and x.dtype == accumulation_dtype(x.dtype)
+        return on_cpu and alone and self.q_proj.tp.size == 1 and self.turn is norm_and_rotate_pair
 
     def _normed_at_once(self, x: Tensor, layer_pass: LayerPass) -> tuple[Tensor, Tensor, Tensor]:
         """`_project` and `_normed` by one product."""
