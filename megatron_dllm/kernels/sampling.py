@@ -35,17 +35,12 @@ def _factors(temperature, softcap, HAS_CAP: tl.constexpr):
 
 @triton.jit
 def _tempered(value, height, slope, HAS_CAP: tl.constexpr):
-    """height tanh(value log(2) slope / 2), or height value: the logits over the temperature. As near as the last bit of `height`, which is
-    what the largest have too: nearer, as by a series around 0, would change no probability."""
+    """height tanh(value log(2) slope / 2), or height value: the logits over the temperature. As near as fp32 is to `height`, the largest
+    possible one: nearer, as by a series around 0, would change no probability."""
     value = value.to(tl.float32)
     if HAS_CAP:
         return height - 2 * height / (1 + tl.exp2(slope * value))
     return height * value
-
-
-@triton.jit
-def _sums(a, b, c, d):
-    return a + c, b + d
 
 
 @triton.jit
@@ -70,11 +65,10 @@ def _read_part(logits, kept, figures, width, temperature, softcap, PARTS: tl.con
         largest = tl.max(tl.where(inside, value, -3e38), 0)
         distance = tl.where(inside, value - largest, 0.0)
         e = tl.where(inside, tl.exp(distance), 0.0)
-    total, spread = tl.reduce((e, e * distance), 0, _sums)
     figures += position.to(tl.int64) * (3 * PARTS) + part
     tl.store(figures, largest)
-    tl.store(figures + PARTS, total)
-    tl.store(figures + 2 * PARTS, spread)
+    tl.store(figures + PARTS, tl.sum(e, 0))
+    tl.store(figures + 2 * PARTS, tl.sum(e * distance, 0))
 
 
 @triton.jit
