@@ -175,6 +175,43 @@ def test_gradients_of_several_calls_are_added_to_fp32(num_calls, is_fresh, devic
 
 
 @DEVICES
+@pytest.mark.parametrize("is_turned", [False, True], ids=["first below", "first above"])
+def test_weight_gradient_of_two_parts(is_turned, device):
+    need_kernels(device)
+    from megatron_dllm.kernels.grouped_gemm import OuterProducts, Tiling, pairs, place_tiles, weight_gradient
+
+    # Experts without rows in one part or in both; one part has more steps than the other.
+    numbers, tiling = ((0, 3, 41, 0), (17, 0, 1, 0)), Tiling(64, 64, 16, 4, 2)
+    room = [torch.full((2, 70, width), float("nan"), dtype=BF16, device=device) for width in (HIDDEN, INNER)]
+    parts, want = [], 0
+    for place, counts in zip((1, 0) if is_turned else (0, 1), numbers, strict=True):
+        x, dy = (whole[place] for whole in room)
+        for whole in (x, dy):
+            whole[:sum(counts)] = draw(sum(counts), whole.shape[1], dtype=BF16, device=device, grad=False)
+        parts.append(OuterProducts(dy, x, place_tiles(torch.tensor(counts, device=device), len(x), tiling.rows)))
+        rows = zip(dy[:sum(counts)].double().split(counts), x[:sum(counts)].double().split(counts), strict=True)
+        want = want + torch.stack([a.T @ b for a, b in rows])
+    assert pairs(parts) == [parts]
+    grad = weight_gradient(parts, tiling)
+    assert (grad - want).abs().max() <= 2**-8 * want.abs().max() and not grad[3].any()
+
+
+def test_pairs(monkeypatch):
+    need_kernels("cpu")
+    from megatron_dllm.kernels import grouped_gemm
+    from megatron_dllm.kernels.grouped_gemm import OuterProducts, pairs
+
+    room = torch.zeros(100, 8, dtype=BF16)
+    places = slice(0, 2), slice(50, 53), slice(90, 91), slice(5, 5)
+    first, second, third, none = (OuterProducts(room[place], room[place], None) for place in places)
+    monkeypatch.setattr(grouped_gemm, "FAR", 50 * 16 + 1)
+    assert pairs([first, none, second, third]) == [[first, second], [third]]
+    monkeypatch.setattr(grouped_gemm, "FAR", 50 * 16)
+    assert pairs([first, second, third]) == [[first], [second, third]], "no stride reaches from the first to the second"
+    assert pairs([none]) == []
+
+
+@DEVICES
 def test_clear_fresh(device):
     need_kernels(device)
     from megatron_dllm.kernels.grouped_gemm import clear_fresh
