@@ -51,17 +51,23 @@ class _AfterAttention(PlainFunction):
         normed, root_h = _normed(h, eps)
         ctx.save_for_backward(added, root, normed, root_h, weight, first, second, third)
         ctx.dtype, ctx.factor = x.dtype, factor
-        return h, (normed * first).to(x.dtype), (normed * second).to(x.dtype), normed * (third * factor)
+        return h, (normed * first).to(x.dtype), (normed * second).to(x.dtype), (normed * third).mul_(factor)
 
     @staticmethod
     def backward(ctx, dh: Tensor, *grads: Tensor):
         added, root, normed, root_h, weight, *readers = ctx.saved_tensors
-        first, second, third = grads = (*map(at_least_fp32, grads[:2]), grads[2])
-        of_readers = [_of_weight(*each) for each in zip(grads, [normed] * 3, readers, ctx.needs_input_grad[3:6], strict=True)]
-        if of_readers[2] is not None:
-            of_readers[2] *= ctx.factor
-        inner = (first * readers[0]).addcmul_(second, readers[1]).addcmul_(third, readers[2] * ctx.factor)
-        total = gradient_of_normed(inner, normed, root_h).add_(dh)
+        total, of_readers = at_least_fp32(dh), [None] * 3
+        # As, and in the order in which, autograd makes and adds them up where the readers are apart, so that a recompute of the experts or
+        # of the MLP changes no bit.
+        for n in (0, 2, 1):
+            if n < 2:
+                inner, of_readers[n] = _through_norm(at_least_fp32(grads[n]), normed, root_h, readers[n], ctx.needs_input_grad[3 + n],
+                                                     total.dtype)
+            else:
+                grad = grads[2] * ctx.factor
+                of_readers[2] = _of_weight(grad, normed, readers[2], ctx.needs_input_grad[5])
+                inner = gradient_of_normed(grad * readers[2], normed, root_h)
+            total = inner.add_(total) if n == 0 else total.add_(inner)
         dy, of_weight = _through_norm(total, added, root, weight, ctx.needs_input_grad[2], ctx.dtype)
         return total.to(ctx.dtype), dy, of_weight, *of_readers, None, None
 
