@@ -77,8 +77,8 @@ class TrainingConfig:
     draft_pass: Literal["auto", "shared", "apart"] = flag(
         "How a canvas is decoded twice: shared: its draft rides with the clean tokens, and it follows in a pass of its own; apart: its "
         "draft is made beforehand without gradient, and it goes with the clean tokens, which so go forward twice, while weights are read "
-        "once less in the backward; auto: apart where that costs less (few tokens beside many experts, with --bf16 on a GPU). The loss is "
-        "the same.",
+        "once less in the backward; auto: apart where that costs less (with --bf16 on a GPU few tokens beside many experts, on a CPU few "
+        "tokens before the drafts). The loss is the same.",
         "auto",
     )
     cuda_graph_impl: Literal["none", "local"] = flag(

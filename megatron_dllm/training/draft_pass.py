@@ -6,6 +6,9 @@
 `seen` are the clean tokens that drafts see, which so go forward twice. In exchange the backward reads the experts' weights once instead of
 twice. Where tokens are few that is more: 128 experts of 3 x 2816 x 704 numbers are 1.5 GB, which an H200 reads in 0.33 ms, while 768 tokens
 go through the rest of the layer in 0.14 ms. That one backward starts half as many kernels comes on top, and is not counted.
+
+On a CPU weights are small and starting operations takes the time: a layer's of a backward as long as its products of some dozen tokens. And
+drafts' rows have a backward there, of zeros (tensor_parallel/linear.py says why), which they do not have beforehand.
 """
 from __future__ import annotations
 
@@ -21,6 +24,8 @@ from .operations import causal_pairs, stack_operations
 # Matrix operations in bf16 in the time of reading a byte: an H200 does 590 TFLOP/s in products of these widths, and reads 4.6 TB/s.
 OPERATIONS_PER_BYTE = 128
 BF16_BYTES = 2
+# Matrix operations of one core in the time that a second backward's operations of a layer take to start: where a toy's orders take as long.
+OPERATIONS_STARTED = 4 * 10**7
 
 
 @dataclass(frozen=True)
@@ -70,13 +75,24 @@ def _more_work_apart(model: ModelConfig, sizes: PassSizes, share: Share) -> floa
         """A pass forward, or back without weights' gradients."""
         return max(reading, tokens * a_token["experts"] * share.tokens) if tokens else 0.0
 
-    seen, every = int(sizes.seen.sum()), sizes.clean + sizes.canvas
-    again = stack_operations(model, tokens=seen, full_pairs=causal_pairs(sizes.seen, None),
-                             sliding_pairs=causal_pairs(sizes.seen, model.window_size))
+    seen, every, again = int(sizes.seen.sum()), sizes.clean + sizes.canvas, _again(model, sizes)
     beside_experts = (sum(again.values()) - again["experts"]) * share.tokens
     apart = experts(seen + sizes.drafts) + 2 * experts(every)
     shared = experts(every) + experts(every - sizes.drafts) + 2 * experts(sizes.drafts)
     return beside_experts + apart - shared
+
+
+def _again(model: ModelConfig, sizes: PassSizes) -> dict[str, float]:
+    """Matrix operations of the clean tokens that go forward twice."""
+    return stack_operations(model, tokens=int(sizes.seen.sum()), full_pairs=causal_pairs(sizes.seen, None),
+                            sliding_pairs=causal_pairs(sizes.seen, model.window_size))
+
+
+def apart_costs_less_on_cpu(model: ModelConfig, sizes: PassSizes) -> bool:
+    """Whether drafts beforehand take less of a core's time."""
+    a_token = sum(stack_operations(model, tokens=1, full_pairs=0, sliding_pairs=0).values())
+    again = sum(_again(model, sizes).values())
+    return sizes.drafts > 0 and again < 2 * sizes.drafts * a_token + model.num_layers * OPERATIONS_STARTED
 
 
 def drafts_apart(run: RunConfig, plan: BatchPlan, number: int, *, on_gpu: bool) -> bool:
@@ -86,15 +102,22 @@ def drafts_apart(run: RunConfig, plan: BatchPlan, number: int, *, on_gpu: bool) 
         return run.training.draft_pass == "apart"
     sizes = [PassSizes.of(rank[number]) for rank in plan.microbatches]
     drafted = [own for own in sizes if own.drafts]
-    return on_gpu and bool(drafted) and all(chosen_apart(run, own) for own in drafted)
+    if on_gpu:
+        return bool(drafted) and all(chosen_apart(run, own) for own in drafted)
+    return _may_be_apart(run) and bool(drafted) and all(apart_costs_less_on_cpu(run.model, own) for own in drafted)
 
 
 def chosen_apart(run: RunConfig, sizes: PassSizes) -> bool:
     """Whether --draft-pass auto takes `apart` for a microbatch of these sizes, on a GPU."""
     parallel = run.parallel
-    if not run.training.bf16 or parallel.context_parallel_size * parallel.pipeline_model_parallel_size > 1:
-        return False
-    if parallel.sequence_parallel or run.moe.moe_aux_loss_coeff:
+    if not (run.training.bf16 and _may_be_apart(run)):
         return False
     share = Share(1 / parallel.tensor_model_parallel_size, 1 / (parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size))
     return apart_costs_less(run.model, sizes, share)
+
+
+def _may_be_apart(run: RunConfig) -> bool:
+    """Whether each rank has its rows whole, and no loss depends on the order."""
+    parallel = run.parallel
+    is_whole = parallel.context_parallel_size * parallel.pipeline_model_parallel_size == 1 and not parallel.sequence_parallel
+    return is_whole and not run.moe.moe_aux_loss_coeff

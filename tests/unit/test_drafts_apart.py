@@ -11,7 +11,7 @@ from megatron_dllm.diffusion.fill import filled_up
 from megatron_dllm.diffusion.nested import form_of
 from megatron_dllm.models.diffusion_gemma.lora import add_adapters
 from megatron_dllm.tensor_parallel.initialization import Initializer
-from megatron_dllm.training.draft_pass import PassSizes, Share, apart_costs_less, drafts_apart
+from megatron_dllm.training.draft_pass import PassSizes, Share, apart_costs_less, apart_costs_less_on_cpu, drafts_apart
 from tests.unit.toy import CONFIG, LENGTHS, toy_inputs, toy_model, toy_plan
 
 LINEAR = dataclasses.replace(CONFIG, num_layers=2, layer_types=("linear", "full"))
@@ -144,6 +144,13 @@ def test_apart_costs_less_where_weights_are_most(rows, clean, seen, share, apart
         assert not apart_costs_less(model, sizes(rows, clean, seen, drafted=0), share)
 
 
+@pytest.mark.parametrize("rows, clean, seen, canvas, apart", [
+    (1, 64, 64, 16, True), (64, 34, 17, 16, True), (16, 128, 64, 32, True), (1, 2048, 2032, 16, False), (64, 128, 112, 16, False)])
+def test_on_a_cpu_apart_costs_less_where_little_is_seen(rows, clean, seen, canvas, apart):
+    assert apart_costs_less_on_cpu(PRESETS["toy"], sizes(rows, clean, seen, canvas)) == apart
+    assert not apart_costs_less_on_cpu(PRESETS["toy"], sizes(rows, clean, seen, canvas, drafted=0))
+
+
 def test_pass_sizes():
     examples = plan_of(SOME).microbatches[0][0]
     found, given = PassSizes.of(examples), toy_inputs(plan_of(SOME), objective=SOME)
@@ -153,11 +160,12 @@ def test_pass_sizes():
 
 
 @pytest.mark.parametrize("flags, on_gpu, apart", [
-    ("", True, True), ("", False, False), ("--draft-pass shared", True, False), ("--draft-pass apart", False, True),
-    ("--moe-aux-loss-coeff 0.01", True, False), ("--tensor-model-parallel-size 2 --sequence-parallel", True, False),
+    ("", True, True), ("", False, True), ("--draft-pass shared", True, False), ("--draft-pass shared", False, False),
+    ("--draft-pass apart", False, True), ("--moe-aux-loss-coeff 0.01", True, False), ("--moe-aux-loss-coeff 0.01", False, False),
+    ("--context-parallel-size 2", False, False), ("--tensor-model-parallel-size 2 --sequence-parallel", True, False),
     ("--context-parallel-size 2", True, False), ("--self-conditioning-prob 0", True, False)])
 def test_order_of_passes(flags, on_gpu, apart):
-    # One canvas of 4 tokens after few: on a GPU weights are most of it.
+    # One canvas of 4 tokens after few: on a GPU weights are most of it, on a CPU starting operations.
     words = ["--bf16", "--train-iters", "1", "--data-source", "sudoku", "--preset", "toy", "--self-conditioning-prob", "1", *flags.split()]
     run = parse(words)
     plan = plan_of(run.objective, LENGTHS[2:3])
