@@ -15,12 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .hyper_connection_projection import pieces_of, rounded_to_tf32, store_pieces
+from .hyper_connection_projection import pieces_of, store_pieces
 from .launch import next_power_of_2
 
 EPSILON = tl.constexpr(1e-6)  # beside the norm of x, and the least denominator of Sinkhorn's rounds
 TOKENS = 8  # whose gradients a program makes: a warp, a row of a matrix of 4 x 4 a lane
 READ_NUMBERS = 8  # of a stream that a thread reads at once, 16 bytes of bf16
+HOLD = False
 READ_WARPS = 2  # of a program, which has one token
 
 
@@ -39,9 +40,9 @@ def _load(start, at, inside):
 
 @triton.jit
 def _divided(matrix, AXIS: tl.constexpr):
-    """A matrix [n, 1, n] over its sums along an axis."""
-    sums = tl.maximum(tl.sum(matrix, AXIS), EPSILON)
-    return tl.div_rn(matrix, tl.expand_dims(sums, AXIS).broadcast_to(matrix.shape))
+    """A matrix [n, 1, n] over its sums along an axis, by their reciprocals: what that rounds, the next sums put right."""
+    sums = 1.0 / tl.maximum(tl.sum(matrix, AXIS), EPSILON)
+    return matrix * tl.expand_dims(sums, AXIS)
 
 
 @triton.jit
@@ -60,7 +61,7 @@ def _sigmoid(x):
 @triton.jit
 def _read(partial, alpha, bias, x, u, pre, post, res, projected, root, weight_1, weight_2, weight_3, out_1, out_2, out_3, inverse_root,
           factor, eps, HIDDEN: tl.constexpr, n: tl.constexpr, STREAMS: tl.constexpr, ITERATIONS: tl.constexpr, SPLITS: tl.constexpr,
-          COLUMNS: tl.constexpr, NORMS: tl.constexpr):
+          COLUMNS: tl.constexpr, NORMS: tl.constexpr, HOLD: tl.constexpr, COPIES: tl.constexpr):
     """Of one token: u [T, C] = H_pre x, and NORMS (0, 1 or 3) norms of it, the third times `factor`, with their inverse root [T];
     H_pre [T, n], H_post [T, n], H_res [T, n, n]; projected [T, O] and root = |x| / sqrt(nC) [T] of partial [T, SPLITS, O].
 
@@ -70,12 +71,23 @@ def _read(partial, alpha, bias, x, u, pre, post, res, projected, root, weight_1,
     OUTPUTS: tl.constexpr = n * n + 2 * n
     row, i, one = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64), tl.arange(0, STREAMS), tl.full((), 1.0, tl.float32)
     at, first, square = row * (SPLITS * OUTPUTS), row * OUTPUTS, tl.zeros((COLUMNS,), tl.float32)
-    # Read here for its norm, and again below, from the cache: kept it would leave room for few programs.
-    for start in range(0, HIDDEN, COLUMNS):
-        column = start + tl.arange(0, COLUMNS)
-        for j in tl.static_range(n):
-            values = _load(x + (row * n + j) * HIDDEN, column, column < HIDDEN)
-            square += values * values
+    PARTS: tl.constexpr = (HIDDEN + COLUMNS - 1) // COLUMNS
+    STRIDE: tl.constexpr = 0 if COPIES else HIDDEN
+    held, x = (), x + row * (HIDDEN if COPIES else n * HIDDEN)
+    if HOLD:
+        for part in tl.static_range(PARTS):
+            column = part * COLUMNS + tl.arange(0, COLUMNS)
+            for j in tl.static_range(n):
+                held = held + (tl.load(x + j * STRIDE + column, mask=column < HIDDEN, other=0.0),)
+        for part in tl.static_range(PARTS * n):
+            square += held[part].to(tl.float32) * held[part].to(tl.float32)
+    else:
+        # Read here for its norm, and again below, from the cache: kept it would leave room for few programs.
+        for start in range(0, HIDDEN, COLUMNS):
+            column = start + tl.arange(0, COLUMNS)
+            for j in tl.static_range(n):
+                values = _load(x + j * STRIDE, column, column < HIDDEN)
+                square += values * values
     size = tl.sqrt_rn(tl.div_rn(tl.sum(square, 0), tl.full((), n * HIDDEN, tl.float32)))
     tl.store(root + row, size)
     inverse, gates = tl.div_rn(one, size + EPSILON), ()
@@ -86,12 +98,15 @@ def _read(partial, alpha, bias, x, u, pre, post, res, projected, root, weight_1,
         tl.store(pre + row * n + j, gate)
         gates = gates + (gate,)
     square, parts = tl.zeros((COLUMNS,), tl.float32), ()
-    for start in tl.static_range(0, HIDDEN, COLUMNS):
-        column = start + tl.arange(0, COLUMNS)
+    for part in tl.static_range(PARTS):
+        column = part * COLUMNS + tl.arange(0, COLUMNS)
         inside = column < HIDDEN
         out = tl.zeros((COLUMNS,), tl.float32)
         for j in tl.static_range(n):
-            out += gates[j] * _load(x + (row * n + j) * HIDDEN, column, inside)
+            if HOLD:
+                out += gates[j] * held[part * n + j].to(tl.float32)
+            else:
+                out += gates[j] * _load(x + j * STRIDE, column, inside)
         out = out.to(u.dtype.element_ty)
         tl.store(u + row * HIDDEN + column, out, mask=inside)
         if NORMS:
@@ -199,10 +214,10 @@ def _backward_of_sinkhorn(start, grad, inside, kept, stride, n: tl.constexpr, IT
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _mappings_backward(projected, root, alpha, bias, res, scale, dpre, dpost, dres, dprojected, rounded, mix, coefficient, partial, kept,
+def _mappings_backward(projected, root, alpha, bias, res, scale, dpre, dpost, dres, dprojected, mix, coefficient, partial, kept,
                        num_rows, WIDTH: tl.constexpr, n: tl.constexpr, STREAMS: tl.constexpr, ITERATIONS: tl.constexpr,
                        PIECES: tl.constexpr, HAS_SCALE: tl.constexpr, TOKENS: tl.constexpr):
-    """dprojected [PIECES, T, O], and `rounded` [T, O]; mix [T, n, n] = H_res * scale; coefficient [T] of -x in its gradient; partial
+    """dprojected [PIECES, T, O]; mix [T, n, n] = H_res * scale; coefficient [T] of -x in its gradient; partial
     [programs, O + 3]: dbias, then dalpha. A matrix is n columns, a row a lane: sums of rows are a lane's own. kept: room for
     [ITERATIONS, n + 1] numbers of each lane of all programs."""
     OUTPUTS: tl.constexpr = n * n + 2 * n
@@ -221,7 +236,7 @@ def _mappings_backward(projected, root, alpha, bias, res, scale, dpre, dpost, dr
         else:
             grad = 2 * tl.load(dpost + row[:, None] * n + i[None, :], mask=inside, other=0.0)
         dh = grad * value * (1 - value)
-        _store_gradient(dprojected, rounded, first + output, dh * factor * by_token, inside, stride, PIECES)
+        store_pieces(dprojected, first + output, dh * factor * by_token, inside, stride, PIECES)
         dinverse += dh * product * factor
         tl.store(sums + gate * n + i, tl.sum(dh, 0), mask=i < n)
         tl.store(sums + OUTPUTS + gate, tl.sum(tl.sum(dh * product, 1) * inverse, 0))
@@ -243,20 +258,13 @@ def _mappings_backward(projected, root, alpha, bias, res, scale, dpre, dpost, dr
     grads = _backward_of_sinkhorn(start, grads, inside, kept, tl.num_programs(0) * (TOKENS * STREAMS), n, ITERATIONS)
     dhs, along = _times(grads, start), tl.zeros((TOKENS, STREAMS), tl.float32)
     for j in tl.static_range(n):
-        _store_gradient(dprojected, rounded, first + 2 * n + (i * n + j)[None, :], dhs[j] * factor * by_token, inside, stride, PIECES)
+        store_pieces(dprojected, first + 2 * n + (i * n + j)[None, :], dhs[j] * factor * by_token, inside, stride, PIECES)
         tl.store(sums + 2 * n + i * n + j, tl.sum(dhs[j], 0), mask=i < n)
         along += dhs[j] * products[j]
     tl.store(sums + OUTPUTS + 2, tl.sum(tl.sum(along, 1) * inverse, 0))
     # d r / d x = -r^2 x / (|x| sqrt(WIDTH)), and nothing where x is zero (rows of fill may be).
     total, divisor = tl.sum(dinverse + along * factor, 1), tl.where(size > 0, size * WIDTH, 1.0)
     tl.store(coefficient + row, tl.where(size > 0, tl.div_rn(total * inverse * inverse, divisor), 0.0), mask=in_rows)
-
-
-@triton.jit
-def _store_gradient(pieces, rounded, at, value, inside, stride, PIECES: tl.constexpr):
-    store_pieces(pieces, at, value, inside, stride, PIECES)
-    if PIECES > 1:
-        tl.store(rounded + at, rounded_to_tf32(value), mask=inside)
 
 
 class Norms(NamedTuple):
@@ -277,13 +285,15 @@ NO_NORMS = Norms()
 
 
 def read(x: Tensor, partial: Tensor, alpha: Tensor, bias: Tensor, num_streams: int, iterations: int,
-         norms: Norms = NO_NORMS) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
-    """(made, norms of u, their inverse root [T]) of x [T, nC], of which `partial` is the projection (hyper_connection_projection.project).
+         norms: Norms = NO_NORMS, *, copies: bool = False) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
+    """(made, norms of u, their inverse root [T]) of x [T, nC], with `copies` of x [T, C] in every stream, of which `partial` is the
+    projection (hyper_connection_projection.project).
 
     made: u = H_pre x [T, C] in the dtype of x; then fp32 H_pre [T, n], H_post [T, n], H_res [T, n, n], x W^T [T, O], |x| / sqrt(nC) [T].
     """
     (num_rows, width), outputs, n = x.shape, len(bias), num_streams
-    hidden, u, warps = width // n, torch.empty(num_rows, width // n, dtype=x.dtype, device=x.device), READ_WARPS
+    hidden, warps = width if copies else width // n, READ_WARPS
+    u = x.new_empty(num_rows, hidden)
     shapes = (num_rows, n), (num_rows, n), (num_rows, n, n), (num_rows, outputs), (num_rows,)
     made = tuple(torch.empty(shape, dtype=torch.float32, device=x.device) for shape in shapes)
     normed = tuple(torch.empty_like(u, dtype=torch.float32 if which == 2 else None) for which in range(len(norms.weights)))
@@ -292,7 +302,8 @@ def read(x: Tensor, partial: Tensor, alpha: Tensor, bias: Tensor, num_streams: i
         _read[(num_rows,)](
             partial, alpha, bias, x, u, *made, *norms.three, *normed, *[None] * (3 - len(normed)), inverse_root, norms.factor, norms.eps,
             HIDDEN=hidden, n=n, STREAMS=next_power_of_2(n), ITERATIONS=iterations, SPLITS=partial.shape[1],
-            COLUMNS=min(READ_NUMBERS * 32 * warps, next_power_of_2(hidden)), NORMS=len(normed), num_warps=warps)
+            COLUMNS=min(READ_NUMBERS * 32 * warps, next_power_of_2(hidden)), NORMS=len(normed), HOLD=HOLD,
+            COPIES=copies, num_warps=warps)
     return (u, *made), normed, inverse_root
 
 
@@ -300,14 +311,12 @@ class MappingGradients(NamedTuple):
     """What `mappings_backward` gives, fp32 where nothing else is said.
 
         projected    [P, T, O]   of x W^T; for streams of bf16 three pieces of bf16 whose sum it is: products with x are then exact
-        rounded      [T, O]      the same, rounded to 11 bits; nothing for streams of fp32
         coefficient  [T]         of -x in the gradient of x: the norm's part
         mix          [T, n, n]   H_res times the scale
         partial      [K, O + 3]  of bias, then of alpha: their sums over some tokens each
     """
 
     projected: Tensor
-    rounded: Tensor | None
     coefficient: Tensor
     mix: Tensor
     partial: Tensor
@@ -321,11 +330,11 @@ def mappings_backward(projected: Tensor, root: Tensor, alpha: Tensor, bias: Tens
     pieces, of = pieces_of(dtype)
     dprojected, coefficient = torch.empty(pieces, num_rows, outputs, dtype=of, device=root.device), root.new_empty(num_rows)
     mix, programs = root.new_empty(num_rows, n, n), triton.cdiv(num_rows, TOKENS)
-    partial, rounded = root.new_empty(programs, outputs + 3), root.new_empty(num_rows, outputs) if pieces > 1 else None
+    partial = root.new_empty(programs, outputs + 3)
     kept = root.new_empty(iterations, n + 1, programs * TOKENS * next_power_of_2(n))
     if num_rows:
         _mappings_backward[(programs,)](
-            projected, root, alpha, bias, res, scale, dpre, dpost, dres, dprojected, rounded, mix, coefficient, partial, kept, num_rows,
+            projected, root, alpha, bias, res, scale, dpre, dpost, dres, dprojected, mix, coefficient, partial, kept, num_rows,
             WIDTH=width, n=n, STREAMS=next_power_of_2(n), ITERATIONS=iterations, PIECES=pieces, HAS_SCALE=scale is not None,
             TOKENS=TOKENS, num_warps=1)
-    return MappingGradients(dprojected, rounded, coefficient, mix, partial)
+    return MappingGradients(dprojected, coefficient, mix, partial)

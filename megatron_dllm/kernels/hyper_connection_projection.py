@@ -15,6 +15,7 @@ from torch import Tensor
 from .launch import has_large_shared_memory, next_power_of_2
 
 # Of a tile; STEPS of them, one after the other, are a program: the columns of a token are so shared by several.
+MAXNREG = None
 COLUMNS, STEPS = 32, 7
 # Rows, warps, stages: 188 KB of shared memory; and for fp32, or where there is less of it. On an H200 5,120 tokens of 4 x 2816 took 0.118
 # ms with LARGE when the squares were summed here too; 64 rows, 4 warps and 2 stages 0.124, 11 steps 0.127, LARGE with 2 stages 0.138.
@@ -34,12 +35,6 @@ def store_pieces(pointer, at, value, inside, stride, PIECES: tl.constexpr):
 
 
 @triton.jit
-def rounded_to_tf32(value):
-    """fp32 with 11 bits of mantissa, rounded: tensor cores would cut the others off."""
-    return ((value.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def _split(weight, pieces, size, PIECES: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     store_pieces(pieces, at, tl.load(weight + at, mask=at < size, other=0.0), at < size, size, PIECES)
@@ -48,9 +43,9 @@ def _split(weight, pieces, size, PIECES: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit(do_not_specialize=["num_rows"])
 def _project(x, y, post, res, scale, new, weight, partial, num_rows, HIDDEN: tl.constexpr, n: tl.constexpr, STREAMS: tl.constexpr,
              OUTPUTS: tl.constexpr, PADDED: tl.constexpr, PIECES: tl.constexpr, HAS_SCALE: tl.constexpr, MERGES: tl.constexpr,
-             ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr):
+             COPIES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr):
     """partial [T, splits, O]: the products of our columns of `new` = (H_res x + H_post^T y) * scale, which is written too, or without
-    MERGES of x."""
+    MERGES of x. COPIES: x is [T, C], and every stream the same."""
     WIDTH: tl.constexpr = n * HIDDEN
     split, output, place, stream = tl.program_id(0), tl.arange(0, PADDED), tl.arange(0, ROWS), tl.arange(0, STREAMS)
     every = tl.arange(0, STREAMS * COLUMNS)
@@ -64,10 +59,13 @@ def _project(x, y, post, res, scale, new, weight, partial, num_rows, HIDDEN: tl.
         for j in tl.static_range(n):
             mix = tl.load(res + row[:, None] * (n * n) + stream[None, :] * n + j, mask=in_mix, other=0.0) * factor
             mixes = mixes + (mix[:, :, None],)
+        together = mixes[0]
+        for j in tl.static_range(1, n):
+            together += mixes[j]
         none, nothing = tl.zeros((ROWS, 16), tl.bfloat16), tl.zeros((16, STREAMS * COLUMNS), tl.bfloat16)
     product = tl.zeros((ROWS, PADDED), tl.float32)
     for step in tl.range(0, STEPS, num_stages=STAGES):
-        begin = (split * STEPS + step) * COLUMNS
+        begin = (step * tl.num_programs(0) + split) * COLUMNS  # neighbours at once: a row of memory is opened once for all
         column, wide = begin + tl.arange(0, COLUMNS), of_stream * HIDDEN + begin + within
         inside = (of_stream < n) & (begin + within < HIDDEN)
         here = in_rows[:, None] & inside[None, :]
@@ -77,11 +75,17 @@ def _project(x, y, post, res, scale, new, weight, partial, num_rows, HIDDEN: tl.
             # A product of zeros: what is added to it stands in registers as the products below want it. Otherwise Triton makes it
             # twice, once as it is stored and once as it is multiplied.
             out = tl.reshape(tl.dot(none, nothing), (ROWS, STREAMS, COLUMNS)) + gates * written[:, None, :]
-            for j in tl.static_range(n):
-                old = tl.load(x + start * n + j * HIDDEN + place[:, None] * WIDTH + column[None, :], mask=narrow, other=0.0)
-                out += mixes[j] * old.to(tl.float32)[:, None, :]
+            if COPIES:
+                old = tl.load(x + start + place[:, None] * HIDDEN + column[None, :], mask=narrow, other=0.0)
+                out += together * old.to(tl.float32)[:, None, :]
+            else:
+                for j in tl.static_range(n):
+                    old = tl.load(x + start * n + j * HIDDEN + place[:, None] * WIDTH + column[None, :], mask=narrow, other=0.0)
+                    out += mixes[j] * old.to(tl.float32)[:, None, :]
             values = tl.reshape(out, (ROWS, STREAMS * COLUMNS)).to(new.dtype.element_ty)
             tl.store(new + start * n + place[:, None] * WIDTH + wide[None, :], values, mask=here)
+        elif COPIES:
+            values = tl.load(x + start + place[:, None] * HIDDEN + (begin + within)[None, :], mask=here, other=0.0)
         else:
             values = tl.load(x + start * n + place[:, None] * WIDTH + wide[None, :], mask=here, other=0.0)
         if PIECES == 1:
@@ -104,19 +108,19 @@ def pieces_of(dtype: torch.dtype) -> tuple[int, torch.dtype]:
 
 
 def project(x: Tensor, weight: Tensor, num_streams: int) -> Tensor:
-    """fp32 [T, splits, O], whose sum over the splits is x W^T, of x [T, nC] and W [O, nC]."""
+    """fp32 [T, splits, O], whose sum over the splits is x W^T, of x [T, nC], or of x [T, C] in every stream, and W [O, nC]."""
     return _launch(x, None, None, None, None, None, weight, num_streams)
 
 
 def merge_and_project(x: Tensor, y: Tensor, post: Tensor, res: Tensor, scale: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
     """new = (H_res x + H_post^T y) * scale, [T, nC] in x's dtype, and `project` of it as it is rounded."""
-    new = torch.empty_like(x)
+    new = x.new_empty(len(x), weight.shape[1])
     return new, _launch(x, y, post, res, scale, new, weight, post.shape[1])
 
 
 def _launch(x: Tensor, y: Tensor | None, post: Tensor | None, res: Tensor | None, scale: Tensor | None, new: Tensor | None, weight: Tensor,
             n: int) -> Tensor:
-    (num_rows, width), outputs = x.shape, len(weight)
+    num_rows, (outputs, width) = len(x), weight.shape
     hidden = width // n
     steps = min(STEPS, triton.cdiv(hidden, COLUMNS))
     splits = triton.cdiv(hidden, COLUMNS * steps)
@@ -131,5 +135,6 @@ def _launch(x: Tensor, y: Tensor | None, post: Tensor | None, res: Tensor | None
         _project[(splits, triton.cdiv(num_rows, rows))](
             x, y, post, res, scale, new, factor, partial, num_rows, HIDDEN=hidden, n=n, STREAMS=next_power_of_2(n), OUTPUTS=outputs,
             PADDED=max(16, next_power_of_2(outputs)), PIECES=pieces, HAS_SCALE=scale is not None, MERGES=new is not None, ROWS=rows,
-            COLUMNS=COLUMNS, STEPS=steps, STAGES=stages, num_warps=warps)
+            COLUMNS=COLUMNS, STEPS=steps, STAGES=stages, COPIES=x.shape[1] < width,
+            num_warps=warps, maxnreg=MAXNREG)
     return partial

@@ -1,7 +1,8 @@
 """What mHC does with the streams themselves, each number moved once: merge (write), its gradients, and those of a read.
 
-Legend: T tokens, n streams, C hidden (HIDDEN); x [T, n*C], streams one after the other. A merge reads (n + 1) C numbers a token and writes
-n C. The formulas, and the same in plain torch, are in transformer/hyper_connection.py.
+Legend: T tokens, n streams, C hidden (HIDDEN); x [T, n*C], streams one after the other, or with COPIES [T, C], which every stream is a
+copy of. A merge reads (n + 1) C numbers a token and writes n C, or with MEAN the streams' mean, C. The formulas, and the same in plain
+torch, are in transformer/hyper_connection.py.
 """
 from __future__ import annotations
 
@@ -13,9 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .hyper_connection_mappings import MappingGradients, Norms
-from .hyper_connection_projection import rounded_to_tf32
-from .launch import has_large_shared_memory, next_power_of_2, persistent_programs
-from .rms_norm import sum_partials
+from .launch import has_large_shared_memory, next_power_of_2, processors
 
 COLUMNS = 1024  # of each stream that a program of 4 warps holds: 8 numbers a thread, 16 bytes of bf16
 # Where n^2 + n sums are made besides, a program is one warp, whose lanes have 8 neighbouring numbers each, 16 bytes of bf16: no warp waits
@@ -25,8 +24,9 @@ SUMS = 1024  # that a program adds up
 # Of `_read_backward`: tokens and columns of each stream in a tile, programs that share the tokens, warps: 264 programs for 4 x 2816
 # columns, one a processor. With 4 warps and bf16 factors 5,120 tokens took 0.154 ms on an H200, 0.170 with 2 stages, 0.195 with 128 rows;
 # 8 warps, which share a tile's latencies, have not been timed.
-ROWS, TILE_COLUMNS, SPLITS, WARPS = 64, 32, 3, 8
-STAGES = 3  # of its loop: 174 KB of shared memory; one for fp32, and where there is less
+ROWS, TILE_COLUMNS, SPLITS, WARPS, MAXNREG = 64, 32, 3, 4, None
+NORM_STAGES, NORM_WARPS, NORM_PROGRAMS, ADD_ROWS, NORM_ROWS, NORM_COLUMNS = 2, 8, 2, 128, 64, 64
+STAGES = 2  # of its loop: 174 KB of shared memory; one for fp32, and where there is less
 
 
 @triton.jit
@@ -52,53 +52,87 @@ def _read_products(x, du, dpre, HIDDEN: tl.constexpr, n: tl.constexpr, COLUMNS: 
         tl.store(dpre + row * n + i, tl.sum(products[i], 0))
 
 
+@triton.jit
+def _joined(values, n: tl.constexpr, STREAMS: tl.constexpr):
+    """[COLUMNS, STREAMS] of n [COLUMNS]: a sum of it over columns is one, where each by itself would wait for all warps."""
+    if STREAMS == 1:
+        return tl.expand_dims(values[0], 1)
+    elif STREAMS == 2:
+        return tl.join(values[0], values[1])
+    else:
+        last = values[n - 1] if n == 4 else tl.zeros_like(values[0])
+        # join puts its second operand innermost last: 0, 2 and 1, 3 come out in order
+        both = tl.join(tl.join(values[0], values[2]), tl.join(values[1], last))
+        return tl.reshape(both, (values[0].shape[0], 4))
+
+
 @triton.jit(do_not_specialize=["num_live"])
-def _normed_products(x, u, inverse_root, weight_1, weight_2, weight_3, grad_1, grad_2, grad_3, du, dpre, partial, partial_3, factor,
-                     num_live, HIDDEN: tl.constexpr, n: tl.constexpr, COLUMNS: tl.constexpr, NORMS: tl.constexpr,
-                     WANTS_WEIGHTS: tl.constexpr):
+def _normed_products(x, u, inverse_root, weight_1, weight_2, weight_3, grad_1, grad_2, grad_3, du, dpre, partial, factor,
+                     num_live, HIDDEN: tl.constexpr, n: tl.constexpr, STREAMS: tl.constexpr, COLUMNS: tl.constexpr, NORMS: tl.constexpr,
+                     WANTS_WEIGHTS: tl.constexpr, STAGES: tl.constexpr, COPIES: tl.constexpr):
     """du [T, C] from the gradients of NORMS (1 or 3) norms of u, the third of which was times `factor`; then dpre [T, n]: each stream times
-    it. partial [programs, 1 or 2, C] and partial_3 [programs, C]: the gradients of the norms' weights. A program has some of the tokens,
-    and of each of them all columns in registers."""
-    column = tl.arange(0, COLUMNS)
-    inside = column < HIDDEN
-    dweight_1, dweight_2, dweight_3 = tl.zeros((COLUMNS,), tl.float32), tl.zeros((COLUMNS,), tl.float32), tl.zeros((COLUMNS,), tl.float32)
-    number = tl.program_id(0)
-    while number < num_live:
-        row = (num_live - 1 - number).to(tl.int64)  # the last first: see `_read_products`
-        at, root, streams = row * HIDDEN + column, tl.load(inverse_root + row), ()
-        for i in tl.static_range(n):
-            streams = streams + (tl.load(x + (row * n + i) * HIDDEN + column, mask=inside, other=0.0),)
-        normed, grad = _load(u, at, inside) * root, _load(grad_1, at, inside)
-        if WANTS_WEIGHTS:
-            dweight_1 += grad * normed
-        total = grad * _load(weight_1, column, inside)
-        if NORMS == 3:
-            other, third = _load(grad_2, at, inside), _load(grad_3, at, inside) * factor
+    it. partial [programs, NORMS, C]: the gradients of the norms' weights. A program has some of the tokens,
+    and of each of them all columns in registers, in parts of COLUMNS; the next token is fetched meanwhile."""
+    PARTS: tl.constexpr = (HIDDEN + COLUMNS - 1) // COLUMNS
+    column, stream, program, programs = tl.arange(0, COLUMNS), tl.arange(0, STREAMS), tl.program_id(0), tl.num_programs(0)
+    ROW: tl.constexpr = HIDDEN if COPIES else n * HIDDEN
+    STRIDE: tl.constexpr = 0 if COPIES else HIDDEN
+    none = tl.zeros((COLUMNS,), tl.float32)
+    dweights_1, dweights_2, dweights_3 = (none,) * PARTS, (none,) * PARTS, (none,) * PARTS
+    for step in tl.range(0, tl.cdiv(num_live - program, programs), num_stages=STAGES):
+        row = (num_live - 1 - program - step * programs).to(tl.int64)  # the last first: see `_read_products`
+        root, along = tl.load(inverse_root + row), none
+        streams, normeds, totals, sums_1, sums_2, sums_3 = (), (), (), (), (), ()
+        for part in tl.static_range(PARTS):
+            at = part * COLUMNS + column
+            inside, here = at < HIDDEN, row * HIDDEN + at
+            for i in tl.static_range(n):
+                streams = streams + (tl.load(x + row * ROW + i * STRIDE + at, mask=inside, other=0.0),)
+            normed, grad = _load(u, here, inside) * root, _load(grad_1, here, inside)
             if WANTS_WEIGHTS:
-                dweight_2 += other * normed
-                dweight_3 += third * normed
-            total += other * _load(weight_2, column, inside) + third * _load(weight_3, column, inside)
-        out = (root * (total - normed * (tl.sum(total * normed, 0) / HIDDEN))).to(du.dtype.element_ty)
-        tl.store(du + at, out, mask=inside)
-        for i in tl.static_range(n):
-            tl.store(dpre + row * n + i, tl.sum(streams[i].to(tl.float32) * out.to(tl.float32), 0))
-        number += tl.num_programs(0)
+                sums_1 = sums_1 + (dweights_1[part] + grad * normed,)
+            total = grad * _load(weight_1, at, inside)
+            if NORMS == 3:
+                other, third = _load(grad_2, here, inside), _load(grad_3, here, inside) * factor
+                if WANTS_WEIGHTS:
+                    sums_2 = sums_2 + (dweights_2[part] + other * normed,)
+                    sums_3 = sums_3 + (dweights_3[part] + third * normed,)
+                total += other * _load(weight_2, at, inside) + third * _load(weight_3, at, inside)
+            along += total * normed
+            normeds, totals = normeds + (normed,), totals + (total,)
+        if WANTS_WEIGHTS:
+            dweights_1 = sums_1
+            if NORMS == 3:
+                dweights_2, dweights_3 = sums_2, sums_3
+        share, products = tl.sum(along, 0) / HIDDEN, (none,) * n
+        for part in tl.static_range(PARTS):
+            at = part * COLUMNS + column
+            out = (root * (totals[part] - normeds[part] * share)).to(du.dtype.element_ty)
+            tl.store(du + row * HIDDEN + at, out, mask=at < HIDDEN)
+            added = ()
+            for i in tl.static_range(n):
+                added = added + (products[i] + streams[part * n + i].to(tl.float32) * out.to(tl.float32),)
+            products = added
+        tl.store(dpre + row * n + stream, tl.sum(_joined(products, n, STREAMS), 0), mask=stream < n)
     if WANTS_WEIGHTS:
-        program = tl.program_id(0).to(tl.int64)
-        if NORMS == 3:
-            tl.store(partial + program * (2 * HIDDEN) + column, dweight_1, mask=inside)
-            tl.store(partial + program * (2 * HIDDEN) + HIDDEN + column, dweight_2, mask=inside)
-            tl.store(partial_3 + program * HIDDEN + column, dweight_3, mask=inside)
-        else:
-            tl.store(partial + program * HIDDEN + column, dweight_1, mask=inside)
+        for part in tl.static_range(PARTS):
+            at = part * COLUMNS + column
+            inside = at < HIDDEN
+            first = partial + program.to(tl.int64) * (NORMS * HIDDEN)
+            tl.store(first + at, dweights_1[part], mask=inside)
+            if NORMS == 3:
+                tl.store(first + HIDDEN + at, dweights_2[part], mask=inside)
+                tl.store(first + 2 * HIDDEN + at, dweights_3[part], mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_live", "num_steps"])
-def _read_backward(x, weight, pre, mix, dprojected, rounded, coefficient, du, grad, dx, partial, num_rows, num_live, num_steps,
+def _read_backward(x, weight, pre, mix, dprojected, coefficient, du, grad, dx, partial, num_rows, num_live, num_steps,
                    HIDDEN: tl.constexpr, n: tl.constexpr, STREAMS: tl.constexpr, OUTPUTS: tl.constexpr, PADDED: tl.constexpr,
-                   PIECES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr):
-    """dx = mix^T grad + H_pre^T du + dprojected W - coefficient * x, of some columns of every stream and our share of the tokens, and
-    partial [splits, O, WIDTH] = dprojected^T x of them: x is read once for both. Rows from `num_live` on are zero.
+                   PIECES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, OF_MEAN: tl.constexpr,
+                   COPIES: tl.constexpr):
+    """dx = mix^T grad + H_pre^T du + dprojected W - coefficient * x, of some columns of every stream and our share of the tokens (COPIES:
+    the sum over the streams; OF_MEAN: grad [T, C] is that of the mean of what was written), and partial [splits, O, WIDTH] =
+    dprojected^T x of them: x is read once for both. Rows from `num_live` on are zero.
 
     A tile is [ROWS, STREAMS * COLUMNS], in registers as products leave it, where the streams of a column lie in one thread.
     """
@@ -110,22 +144,27 @@ def _read_backward(x, weight, pre, mix, dprojected, rounded, coefficient, du, gr
     wide, inside, in_outputs = of_stream * HIDDEN + within, (of_stream < n) & (within < HIDDEN), output < OUTPUTS
     factor = tl.load(weight + output[:, None] * WIDTH + wide[None, :], mask=in_outputs[:, None] & inside[None, :], other=0.0)
     if PIECES > 1:
-        factor = rounded_to_tf32(factor)
+        high = factor.to(tl.bfloat16)
+        low = (factor - high.to(tl.float32)).to(tl.bfloat16)
     local, narrow = place[:, None] * WIDTH + wide[None, :], place[:, None] * WIDTH + column[None, :]
+    same, single = place[:, None] * HIDDEN + within[None, :], place[:, None] * HIDDEN + column[None, :]
     sums = tl.zeros((STREAMS * COLUMNS, PADDED), tl.float32)
     for step in tl.range(0, num_steps, num_stages=STAGES):
         first = (split + step * splits) * ROWS
         start, in_rows = first.to(tl.int64) * HIDDEN, place < num_live - first
         here, in_column = in_rows[:, None] & inside[None, :], in_rows[:, None] & (column < HIDDEN)[None, :]
         in_mix = in_rows[:, None] & (stream < n)[None, :]
-        streams, pieces = tl.load(x + start * n + local, mask=here, other=0.0), ()
+        if COPIES:
+            streams = tl.load(x + start + same, mask=here, other=0.0)
+        else:
+            streams = tl.load(x + start * n + local, mask=here, other=0.0)
+        pieces = ()
         for number in tl.static_range(PIECES):
             at_grad = (number * num_live + first + place)[:, None] * OUTPUTS + output[None, :]
             pieces = pieces + (tl.load(dprojected + at_grad, mask=in_rows[:, None] & in_outputs[None, :], other=0.0),)
         if PIECES > 1:
-            # 11 bits of each factor: dx is rounded to 8. One product, so that warps share its columns.
-            at_grad = (first + place)[:, None] * OUTPUTS + output[None, :]
-            out = tl.dot(tl.load(rounded + at_grad, mask=in_rows[:, None] & in_outputs[None, :], other=0.0), factor, input_precision="tf32")
+            # 16 bits of each factor: dx is rounded to 8.
+            out = tl.dot(pieces[0], high, tl.dot(pieces[0], low, tl.dot(pieces[1], high)))
         else:
             out = tl.dot(pieces[0], factor, input_precision="tf32x3")
         part = tl.zeros((STREAMS * COLUMNS, PADDED), tl.float32)
@@ -138,33 +177,49 @@ def _read_backward(x, weight, pre, mix, dprojected, rounded, coefficient, du, gr
         out -= tl.load(coefficient + first + place, mask=in_rows, other=0.0)[:, None] * streams.to(tl.float32)
         out = tl.reshape(out, (ROWS, STREAMS, COLUMNS))
         gate = tl.load(pre + (first + place)[:, None] * n + stream[None, :], mask=in_mix, other=0.0)
-        incoming = tl.load(du + start + place[:, None] * HIDDEN + column[None, :], mask=in_column, other=0.0)
+        incoming = tl.load(du + start + single, mask=in_column, other=0.0)
         out += gate[:, :, None] * incoming.to(tl.float32)[:, None, :]
-        for j in tl.static_range(n):
+        if OF_MEAN:
+            gate = tl.zeros((ROWS, STREAMS), tl.float32)
+            for j in tl.static_range(n):
+                gate += tl.load(mix + (first + place)[:, None] * (n * n) + j * n + stream[None, :], mask=in_mix, other=0.0)
+            above = tl.load(grad + start + single, mask=in_column, other=0.0)
+            out += (gate / n)[:, :, None] * above.to(tl.float32)[:, None, :]
+        for j in tl.static_range(0 if OF_MEAN else n):
             gate = tl.load(mix + (first + place)[:, None] * (n * n) + j * n + stream[None, :], mask=in_mix, other=0.0)
             above = tl.load(grad + start * n + j * HIDDEN + narrow, mask=in_column, other=0.0)
             out += gate[:, :, None] * above.to(tl.float32)[:, None, :]
-        tl.store(dx + start * n + local, tl.reshape(out, (ROWS, STREAMS * COLUMNS)).to(dx.dtype.element_ty), mask=here)
+        if COPIES:
+            tl.store(dx + start + single, tl.sum(out, 1).to(dx.dtype.element_ty), mask=in_column)
+        else:
+            tl.store(dx + start * n + local, tl.reshape(out, (ROWS, STREAMS * COLUMNS)).to(dx.dtype.element_ty), mask=here)
     at_sum = (split * OUTPUTS + output)[None, :] * WIDTH + wide[:, None]
     tl.store(partial + at_sum, sums, mask=inside[:, None] & in_outputs[None, :])
-    none = tl.zeros((ROWS, STREAMS * COLUMNS), dx.dtype.element_ty)
     for step in range(0, tl.cdiv(num_rows - num_live, splits * ROWS)):
         first = num_live + (split + step * splits) * ROWS
-        tl.store(dx + first.to(tl.int64) * WIDTH + local, none, mask=(place < num_rows - first)[:, None] & inside[None, :])
+        if COPIES:
+            tl.store(dx + first.to(tl.int64) * HIDDEN + single, tl.zeros((ROWS, COLUMNS), dx.dtype.element_ty),
+                     mask=(place < num_rows - first)[:, None] & (column < HIDDEN)[None, :])
+        else:
+            tl.store(dx + first.to(tl.int64) * WIDTH + local, tl.zeros((ROWS, STREAMS * COLUMNS), dx.dtype.element_ty),
+                     mask=(place < num_rows - first)[:, None] & inside[None, :])
 
 
-@triton.jit(do_not_specialize=["num_others"])
-def _add_up(partial, total, others, bias, alpha, num_others, SIZE: tl.constexpr, SPLITS: tl.constexpr, OUTPUTS: tl.constexpr,
-            COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """total [SIZE] of partial [SPLITS, SIZE], and by the last program bias [O] and alpha [3] of others [num_others, O + 3]."""
-    if tl.program_id(0) + 1 < tl.num_programs(0):
-        at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+@triton.jit(do_not_specialize=["num_others", "num_norms"])
+def _add_up(partial, total, others, bias, alpha, of_norms, norms, norm_3, num_others, num_norms, SIZE: tl.constexpr, SPLITS: tl.constexpr,
+            OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, FIRST: tl.constexpr,
+            NORM_ROWS: tl.constexpr, NORM_COLUMNS: tl.constexpr):
+    """total [SIZE] of partial [SPLITS, SIZE]; by one program bias [O] and alpha [3] of others [num_others, O + 3]; by the last ones norms
+    [FIRST] and norm_3 [WIDTH - FIRST] of of_norms [num_norms, WIDTH]. Always in the same order."""
+    program, blocks = tl.program_id(0), tl.cdiv(SIZE, BLOCK)
+    if program < blocks:
+        at = program * BLOCK + tl.arange(0, BLOCK)
         inside = at < SIZE
         out = tl.load(partial + at, mask=inside)
         for split in tl.static_range(1, SPLITS):
             out += tl.load(partial + split * SIZE + at, mask=inside)
         tl.store(total + at, out, mask=inside)
-    else:
+    elif program == blocks:
         column, summed = tl.arange(0, COLUMNS), tl.zeros((ROWS, COLUMNS), tl.float32)
         for step in range(0, tl.cdiv(num_others, ROWS)):
             row = step * ROWS + tl.arange(0, ROWS)
@@ -172,11 +227,23 @@ def _add_up(partial, total, others, bias, alpha, num_others, SIZE: tl.constexpr,
             summed += tl.load(others + row[:, None] * (OUTPUTS + 3) + column[None, :], mask=inside, other=0.0)
         tl.store(bias + column, tl.sum(summed, 0), mask=column < OUTPUTS)
         tl.store(alpha + column - OUTPUTS, tl.sum(summed, 0), mask=(column >= OUTPUTS) & (column < OUTPUTS + 3))
+    elif WIDTH > 0:
+        place = (program - blocks - 1) * NORM_COLUMNS + tl.arange(0, NORM_COLUMNS)
+        gathered = tl.zeros((NORM_ROWS, NORM_COLUMNS), tl.float32)
+        for block in range(0, tl.cdiv(num_norms, NORM_ROWS)):
+            part = block * NORM_ROWS + tl.arange(0, NORM_ROWS)
+            seen = (part < num_norms)[:, None] & (place < WIDTH)[None, :]
+            gathered += tl.load(of_norms + part[:, None] * WIDTH + place[None, :], mask=seen, other=0.0)
+        sums = tl.sum(gathered, 0)
+        tl.store(norms + place, sums.to(norms.dtype.element_ty), mask=place < FIRST)
+        if FIRST < WIDTH:
+            tl.store(norm_3 + place - FIRST, sums.to(norm_3.dtype.element_ty), mask=(place >= FIRST) & (place < WIDTH))
 
 
 @triton.jit
-def _merge(x, y, post, res, scale, new, HIDDEN: tl.constexpr, n: tl.constexpr, COLUMNS: tl.constexpr, HAS_SCALE: tl.constexpr):
-    """new [T, nC] = (H_res x + H_post^T y) * scale."""
+def _merge(x, y, post, res, scale, new, HIDDEN: tl.constexpr, n: tl.constexpr, COLUMNS: tl.constexpr, HAS_SCALE: tl.constexpr,
+           MEAN: tl.constexpr, COPIES: tl.constexpr):
+    """new [T, nC] = (H_res x + H_post^T y) * scale; with MEAN [T, C], the mean of these streams."""
     row, mix, gates, factor = tl.program_id(0).to(tl.int64), (), (), 1.0
     if HAS_SCALE:
         factor = tl.load(scale + row).to(tl.float32)
@@ -184,24 +251,33 @@ def _merge(x, y, post, res, scale, new, HIDDEN: tl.constexpr, n: tl.constexpr, C
         gates = gates + (tl.load(post + row * n + i) * factor,)
         for j in tl.static_range(n):
             mix = mix + (tl.load(res + (row * n + i) * n + j) * factor,)
+    ROW: tl.constexpr = HIDDEN if COPIES else n * HIDDEN
+    STRIDE: tl.constexpr = 0 if COPIES else HIDDEN
     for start in range(0, HIDDEN, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
         inside = column < HIDDEN
         written, streams = _load(y + row * HIDDEN, column, inside), ()
         for j in tl.static_range(n):
-            streams = streams + (_load(x + (row * n + j) * HIDDEN, column, inside),)
+            streams = streams + (_load(x + row * ROW + j * STRIDE, column, inside),)
+        total = tl.zeros((COLUMNS,), tl.float32)
         for i in tl.static_range(n):
             out = gates[i] * written
             for j in tl.static_range(n):
                 out += mix[i * n + j] * streams[j]
-            tl.store(new + (row * n + i) * HIDDEN + column, out.to(new.dtype.element_ty), mask=inside)
+            if MEAN:
+                total += out
+            else:
+                tl.store(new + (row * n + i) * HIDDEN + column, out.to(new.dtype.element_ty), mask=inside)
+        if MEAN:
+            tl.store(new + row * HIDDEN + column, (total / n).to(new.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_live"])
 def _merge_backward(x, y, post, scale, grad, dy, dpost, dres, num_live, HIDDEN: tl.constexpr, n: tl.constexpr, LANES: tl.constexpr,
-                    NUMBERS: tl.constexpr, HAS_SCALE: tl.constexpr):
+                    NUMBERS: tl.constexpr, HAS_SCALE: tl.constexpr, OF_MEAN: tl.constexpr, COPIES: tl.constexpr):
     """dy = H_post g, dH_post = g y, dH_res = g x^T, with g = grad * scale. A lane has some neighbouring columns, and a sum of each kind.
-    Rows of dy from `num_live` on are zero, and the others are not written. The last tokens first: see `_read_backward`."""
+    OF_MEAN: grad [T, C] is that of the streams' mean. Rows of dy from `num_live` on are zero, and the others are not written. The last
+    tokens first: see `_read_products`."""
     row, gates, dmix, dgates, factor = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64), (), (), (), 1.0
     if row >= num_live:
         for start in range(0, HIDDEN, LANES * NUMBERS):
@@ -210,6 +286,10 @@ def _merge_backward(x, y, post, scale, grad, dy, dpost, dres, num_live, HIDDEN: 
         return
     if HAS_SCALE:
         factor = tl.load(scale + row).to(tl.float32)
+    if OF_MEAN:
+        factor /= n
+    ROW: tl.constexpr = HIDDEN if COPIES else n * HIDDEN
+    STRIDE: tl.constexpr = 0 if COPIES else HIDDEN
     for i in tl.static_range(n):
         gates = gates + (tl.load(post + row * n + i) * factor,)
         dgates = dgates + (tl.zeros((LANES,), tl.float32),)
@@ -219,9 +299,12 @@ def _merge_backward(x, y, post, scale, grad, dy, dpost, dres, num_live, HIDDEN: 
         column = start + tl.arange(0, LANES)[:, None] * NUMBERS + tl.arange(0, NUMBERS)[None, :]
         inside = column < HIDDEN
         written, above, streams, out = _load(y + row * HIDDEN, column, inside), (), (), tl.zeros((LANES, NUMBERS), tl.float32)
+        if OF_MEAN:
+            above = (_load(grad + row * HIDDEN, column, inside),) * n
         for i in tl.static_range(n):
-            above = above + (_load(grad + (row * n + i) * HIDDEN, column, inside),)
-            streams = streams + (_load(x + (row * n + i) * HIDDEN, column, inside),)
+            if not OF_MEAN:
+                above = above + (_load(grad + (row * n + i) * HIDDEN, column, inside),)
+            streams = streams + (_load(x + row * ROW + i * STRIDE, column, inside),)
         gate_sums, mix_sums = (), ()
         for i in tl.static_range(n):
             out += gates[i] * above[i]
@@ -275,52 +358,58 @@ def read_products(x: Tensor, du: Tensor, num_live: int) -> Tensor:
 
 
 def normed_products(x: Tensor, u: Tensor, inverse_root: Tensor, norms: Norms, grads: Sequence[Tensor], num_live: int, *,
-                    wants_weights: bool) -> tuple[Tensor, Tensor, list[Tensor | None]]:
+                    num_streams: int, wants_weights: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     """`read_products` of a du [T, C] that is made here too, in the first `num_live` rows, from the gradients of `norms` of u; (du, dH_pre,
-    and the gradients of the norms' weights if they are wanted)."""
-    hidden, n, count = u.shape[1], x.shape[1] // u.shape[1], len(norms.weights)
+    and fp32 [P, norms * C], whose sum over P is the gradients of the norms' weights, if they are wanted)."""
+    hidden, n, count = u.shape[1], num_streams, len(norms.weights)
     du, dpre = torch.empty_like(u), torch.empty(num_live, n, dtype=torch.float32, device=x.device)
-    if not num_live:
-        return du, dpre, [torch.zeros_like(weight) if wants_weights else None for weight in norms.weights]
-    programs, partial, partial_3 = num_live, None, None
-    if wants_weights:
-        programs = persistent_programs(x.device, num_live)
-        partial, partial_3 = dpre.new_empty(programs, min(count, 2) * hidden), dpre.new_empty(programs if count == 3 else 0, hidden)
-    columns = next_power_of_2(hidden)
-    warps = max(1, columns // (512 if count < 3 else 256))  # four partial sums a column are many registers
-    _normed_products[(programs,)](
-        x, u, inverse_root, *norms.three, *grads, *[None] * (3 - count), du, dpre, partial, partial_3, norms.factor, num_live,
-        HIDDEN=hidden, n=n, COLUMNS=columns, NORMS=count, WANTS_WEIGHTS=wants_weights, num_warps=min(16, warps))
-    if not wants_weights:
-        return du, dpre, [None] * count
-    dweights = [*sum_partials(partial, norms.weights[0].dtype).split(hidden)]
-    return du, dpre, dweights if count < 3 else [*dweights, sum_partials(partial_3, norms.weights[2].dtype)]
+    programs = min(num_live, NORM_PROGRAMS * processors(x.device))
+    partial = dpre.new_empty(programs, count * hidden) if wants_weights else None
+    if num_live:
+        _normed_products[(programs,)](
+            x, u, inverse_root, *norms.three, *grads, *[None] * (3 - count), du, dpre, partial, norms.factor, num_live, HIDDEN=hidden, n=n,
+            STREAMS=next_power_of_2(n), COLUMNS=_columns(hidden, COLUMNS), NORMS=count, WANTS_WEIGHTS=wants_weights, STAGES=NORM_STAGES,
+            COPIES=x.shape[1] < n * hidden,
+            num_warps=NORM_WARPS if count == 1 else max(8, NORM_WARPS))
+    return du, dpre, partial
 
 
-def read_backward(x: Tensor, weight: Tensor, pre: Tensor, through: MappingGradients, du: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+def read_backward(x: Tensor, weight: Tensor, pre: Tensor, through: MappingGradients, du: Tensor, grad: Tensor,
+                  norm_weights: Sequence[Tensor] = (), of_norms: Tensor | None = None) -> tuple[Tensor, ...]:
     """dx [T, nC] in the dtype of x, from du [T, C] and the gradient [T, nC] of `merge`'s result; dweight [O, nC], dalpha [3] and dbias [O],
-    fp32. `through`: the gradients of the mappings, of as many tokens as have a gradient that is not zero."""
-    (num_rows, width), n, outputs = x.shape, pre.shape[1], len(weight)
+    fp32; then the gradients of `norm_weights`, of which `of_norms` has the parts (see `normed_products`). `through`: the gradients of the
+    mappings, of as many tokens as have a gradient that is not zero."""
+    num_rows, n, (outputs, width) = len(x), pre.shape[1], weight.shape
     (pieces, num_live, _), hidden, dx = through.projected.shape, width // n, torch.empty_like(x)
     partial = torch.empty(SPLITS, outputs, width, dtype=torch.float32, device=x.device)
     stages = STAGES if x.dtype == torch.bfloat16 and has_large_shared_memory(x.device) else 1
     _read_backward[(triton.cdiv(hidden, TILE_COLUMNS), SPLITS)](
-        x, weight, pre, through.mix, through.projected, through.rounded, through.coefficient, du, grad, dx, partial, num_rows, num_live,
+        x, weight, pre, through.mix, through.projected, through.coefficient, du, grad, dx, partial, num_rows, num_live,
         triton.cdiv(num_live, ROWS * SPLITS), HIDDEN=hidden, n=n, STREAMS=next_power_of_2(n), OUTPUTS=outputs,
-        PADDED=max(16, next_power_of_2(outputs)), PIECES=pieces, ROWS=ROWS, COLUMNS=TILE_COLUMNS, STAGES=stages, num_warps=WARPS)
+        PADDED=max(16, next_power_of_2(outputs)), PIECES=pieces, ROWS=ROWS, COLUMNS=TILE_COLUMNS, STAGES=stages,
+        OF_MEAN=grad.shape[1] < width, COPIES=x.shape[1] < width, num_warps=WARPS, maxnreg=MAXNREG)
     dweight, dalpha, dbias = torch.empty_like(weight), weight.new_empty(3), weight.new_empty(outputs)
-    _add_up[(triton.cdiv(weight.numel(), SUMS) + 1,)](
-        partial, dweight, through.partial, dbias, dalpha, len(through.partial), SIZE=weight.numel(), SPLITS=SPLITS, OUTPUTS=outputs,
-        COLUMNS=next_power_of_2(outputs + 3), ROWS=32, BLOCK=SUMS, num_warps=4)
-    return dx, dweight, dalpha, dbias
+    norms, norm_3, of_width = None, None, 0
+    if of_norms is not None:
+        of_width, norms = of_norms.shape[1], norm_weights[0].new_empty(min(len(norm_weights), 2) * hidden)
+        norm_3 = torch.empty_like(norm_weights[2]) if len(norm_weights) == 3 else None
+    _add_up[(triton.cdiv(weight.numel(), SUMS) + 1 + triton.cdiv(of_width, NORM_COLUMNS),)](
+        partial, dweight, through.partial, dbias, dalpha, of_norms, norms, norm_3, len(through.partial),
+        0 if of_norms is None else len(of_norms), SIZE=weight.numel(), SPLITS=SPLITS, OUTPUTS=outputs,
+        COLUMNS=next_power_of_2(outputs + 3), ROWS=ADD_ROWS, BLOCK=SUMS, WIDTH=of_width, FIRST=0 if norms is None else len(norms),
+        NORM_ROWS=NORM_ROWS, NORM_COLUMNS=NORM_COLUMNS, num_warps=4)
+    made = dx, dweight, dalpha, dbias
+    return made if norms is None else (*made, *norms.split(hidden), *(() if norm_3 is None else (norm_3,)))
 
 
-def merge(x: Tensor, y: Tensor, post: Tensor, res: Tensor, scale: Tensor | None) -> Tensor:
-    """(H_res x + H_post^T y) * scale, [T, nC] in x's dtype."""
-    (num_rows, hidden), n, new = y.shape, post.shape[1], torch.empty_like(x)
+def merge(x: Tensor, y: Tensor, post: Tensor, res: Tensor, scale: Tensor | None, *, mean: bool = False) -> Tensor:
+    """(H_res x + H_post^T y) * scale, [T, nC] in x's dtype, or the mean of these streams, [T, C]."""
+    (num_rows, hidden), n = y.shape, post.shape[1]
+    new = x.new_empty(num_rows, hidden if mean else n * hidden)
     if num_rows:
         _merge[(num_rows,)](x, y, post, res, scale, new, HIDDEN=hidden, n=n,
-                            COLUMNS=_columns(hidden, COLUMNS), HAS_SCALE=scale is not None, num_warps=4)
+                            COLUMNS=_columns(hidden, COLUMNS), HAS_SCALE=scale is not None, MEAN=mean,
+                            COPIES=x.shape[1] < n * hidden, num_warps=4)
     return new
 
 
@@ -331,7 +420,8 @@ def merge_backward(x: Tensor, y: Tensor, post: Tensor, scale: Tensor | None, gra
     dy, dpost, dres = made = torch.empty_like(y), torch.empty_like(post), post.new_empty(num_rows, n, n)
     if num_rows:
         _merge_backward[(num_rows,)](x, y, post, scale, grad, dy, dpost, dres, num_live, HIDDEN=hidden, n=n, LANES=LANES,
-                                     NUMBERS=NUMBERS, HAS_SCALE=scale is not None, num_warps=1)
+                                     NUMBERS=NUMBERS, HAS_SCALE=scale is not None, OF_MEAN=grad.shape[1] < n * hidden,
+                                     COPIES=x.shape[1] < n * hidden, num_warps=1)
     return made
 
 

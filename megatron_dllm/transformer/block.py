@@ -18,7 +18,7 @@ from ..tensor_parallel.dropout import TokenDraws
 from ..tensor_parallel.initialization import Init
 from .attention import SelfAttention
 from .gated_delta_net import GatedDeltaContext, GatedDeltaNet
-from .hyper_connection import HyperConnection, Norms, PlainConnection, StreamChain, Streams
+from .hyper_connection import AsMean, HyperConnection, Norms, PlainConnection, StreamChain, Streams
 from .mlp import MLP
 from .norms import RMSNorm, rms_norm
 from .recompute import Recompute
@@ -92,11 +92,11 @@ class TransformerBlock(nn.Module):
         return norm if fits and norm.function is rms_norm and norm.weight.is_cuda else None
 
     def forward(self, x: Tensor | Streams | NormedInput, token_pass: TokenPass, earlier: Context | None, chain: StreamChain | None = None,
-                reader: HyperConnection | RMSNorm | None = None) -> tuple[Tensor | Streams | NormedInput, Context | None]:
+                reader: HyperConnection | AsMean | RMSNorm | None = None) -> tuple[Tensor | Streams | NormedInput, Context | None]:
         """y [T, H] and the layer's context for a later pass; recomputed in the backward where the configuration says so.
 
         `chain`: where mHC's streams are to be computed again from, see stream_chains. `reader`: that of the layer that reads y, if known: y
-        is then Streams or NormedInput.
+        is then Streams or NormedInput; AsMean: y [T, H] is the mean of the streams.
         """
         return self.recompute.with_moe("block", self.run, NOT_CHECKPOINTED, x, token_pass, earlier, chain, reader)
 
@@ -116,7 +116,7 @@ class TransformerBlock(nn.Module):
         return after_feed_forward(h, *parts, *norms, scalars, token_pass.num_clean, eps, num_live), kept
 
     def _over_streams(self, call: Call, x: Tensor | Streams, token_pass: TokenPass, earlier: Context | None, chain: StreamChain | None,
-                      reader: HyperConnection | None) -> tuple[Tensor | Streams, Context | None]:
+                      reader: HyperConnection | AsMean | None) -> tuple[Tensor | Streams, Context | None]:
         """`_by_parts` where streams are mixed between the norms, but nothing comes between those of one part."""
         router, eps, num_live = self.moe.router, self.input_layernorm.eps, token_pass.num_own_live
         norms = Norms((self.input_layernorm.weight,), eps, function=self.input_layernorm.function)
@@ -143,7 +143,7 @@ class TransformerBlock(nn.Module):
         return tuple(norm.weight for norm in norms)
 
     def _by_parts(self, call: Call, x: Tensor | Streams, token_pass: TokenPass, earlier: Context | None, chain: StreamChain | None,
-                  reader: HyperConnection | None) -> tuple[Tensor | Streams, Context | None]:
+                  reader: HyperConnection | AsMean | None) -> tuple[Tensor | Streams, Context | None]:
         u, x, mix = self.attention_connection.read(x, chain, num_live=token_pass.num_own_live)
         attended, kept = self.attention(self.input_layernorm(u), token_pass.layers[self.kind], earlier)
         x = self.attention_connection.write(x, self.post_attention_layernorm(attended), mix, chain, self.feed_forward_connection)

@@ -11,7 +11,7 @@ in at least fp32; streams have the compute dtype.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -28,6 +28,7 @@ from .norms import NormFunction, rms_norm
 from .precision import accumulation_dtype, at_least_fp32
 from .recompute import Recompute
 from .residual import before_feed_forward
+from .stream_copies import contract_streams, expand_streams
 
 MOST_STREAMS = 4  # that kernels take: a tile of more, with what multiplies it, does not fit a processor
 EPSILON = 1e-6  # beside the norm of x, and the least denominator of Sinkhorn's rounds
@@ -36,19 +37,34 @@ EPSILON = 1e-6  # beside the norm of x, and the least denominator of Sinkhorn's 
 @dataclass(frozen=True)
 class Mix:
     """How the output of a part is written: post [T, n] and res [T, n, n], at least fp32; `scale` [T, 1] or None, without gradient.
-    num_live: only so many tokens, the first ones, may get a gradient that is not zero (None: all)."""
+    num_live: only so many tokens, the first ones, may get a gradient that is not zero (None: all). back: where the backward of a write
+    leaves the read's a gradient that has not the shape of x; None: that read wants none."""
 
     post: Tensor
     res: Tensor
     scale: Tensor | None
     num_live: int | None = None
+    back: list[Tensor] | None = None
+
+    def send_back(self, grad: Tensor, x: Tensor) -> Tensor:
+        """What a write's backward gives for x: `grad`, or zeros of x's shape, without memory, where `back` gets it."""
+        if grad.shape == x.shape:
+            return grad
+        self.back.append(grad.contiguous())
+        return grad.new_zeros(1).expand(x.shape)
+
+
+class AsMean:
+    """A reader of streams who wants their mean alone."""
 
 
 class Streams(NamedTuple):
-    """x [T, n*C] and, where kernels made it when they wrote x, what the connection that reads x next projects them to."""
+    """x [T, n*C] and, where kernels made it when they wrote x, what the connection that reads x next projects them to; or `copies`, of
+    x [T, C] in every stream."""
 
     x: Tensor
     projection: Tensor | None
+    copies: bool = False
 
 
 @dataclass(frozen=True)
@@ -111,7 +127,8 @@ class HyperConnection(nn.Module):
         The gradient that comes back with that x is the one of what `write` gives: this read's backward multiplies it by H_res and adds it
         to its own. Multiplied by the write's backward and added by itself it would move 4 n C numbers a token more.
         """
-        x, projection = x if isinstance(x, Streams) else (x, None)
+        x, projection, copies = x if isinstance(x, Streams) else Streams(x, None)
+        x = expand_streams(x, self.num_streams) if copies else x
         u, x, post, res = _Read.apply(x, self.weight, self.alpha, self.bias, self.num_streams, self.iterations, chain, scale, num_live,
                                       projection)
         return u, x, Mix(post, res, scale, num_live)
@@ -119,18 +136,24 @@ class HyperConnection(nn.Module):
     def read_normed(self, x: Tensor | Streams, chain: StreamChain | None, norms: Norms, scale: Tensor | None = None,
                     num_live: int | None = None) -> tuple[tuple[Tensor, ...], Tensor, Mix]:
         """`read`, with norms of u in the place of u: on CUDA the same kernels make them, forwards and backwards."""
-        streams, projection = x if isinstance(x, Streams) else (x, None)
+        streams, projection, _ = x if isinstance(x, Streams) else Streams(x, None)
         takes_all = by_kernels(self.num_streams, streams, self.weight, *norms.weights) and self.hidden_size <= WIDEST_ROW
         if norms.function is not rms_norm or not takes_all:
             u, streams, mix = self.read(x, chain, scale, num_live)
             return norms.of(u), streams, mix
         *normed, streams, post, res = _ReadNormed.apply(
             streams, self.weight, self.alpha, self.bias, self.num_streams, self.iterations, chain, scale, num_live, projection,
-            norms.factor, norms.eps, *norms.weights)
-        return tuple(normed), streams, Mix(post, res, scale, num_live)
+            norms.factor, norms.eps, back := [], *norms.weights)
+        return tuple(normed), streams, Mix(post, res, scale, num_live, back)
 
-    def write(self, x: Tensor, y: Tensor, mix: Mix, chain: StreamChain | None, reader: HyperConnection | None = None) -> Tensor | Streams:
-        """(H_res x + H_post^T y) * scale [T, nC], for the x that `read` gave and y [T, C]; Streams for a `reader`, who reads them next."""
+    def write(self, x: Tensor, y: Tensor, mix: Mix, chain: StreamChain | None,
+              reader: HyperConnection | AsMean | None = None) -> Tensor | Streams:
+        """(H_res x + H_post^T y) * scale [T, nC], for the x that `read` gave and y [T, C]; Streams for a `reader`, who reads them next; or
+        [T, C] for AsMean."""
+        if isinstance(reader, AsMean):
+            if mix.back is None:
+                return contract_streams(self.write(x, y, mix, chain), self.num_streams)
+            return _WriteMean.apply(x, y, mix, mix.post, mix.res, chain)
         new, projection = _Write.apply(x, y, mix, mix.post, mix.res, chain, None if reader is None else reader.weight.detach())
         return new if reader is None else Streams(new, projection)
 
@@ -140,58 +163,9 @@ def by_kernels(num_streams: int, *tensors: Tensor) -> bool:
     return num_streams <= MOST_STREAMS and takes(*tensors)
 
 
-def expand_streams(x: Tensor, num_streams: int) -> Tensor:
-    """[T, n*C]: x [T, C] in every stream, each a copy."""
-    return x if num_streams == 1 else _Expand.apply(x, num_streams, 1.0)
-
-
-def contract_streams(x: Tensor, num_streams: int) -> Tensor:
-    """[T, C]: the mean of the streams."""
-    return x if num_streams == 1 else _Sum.apply(x, num_streams, 1 / num_streams)
-
-
-class _Expand(torch.autograd.Function):
-    """x times a factor in every stream."""
-
-    @staticmethod
-    def forward(ctx, x, num_streams, factor):
-        ctx.of = num_streams, factor
-        return spread(x, num_streams, factor)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return _Sum.apply(grad, *ctx.of), None, None
-
-
-class _Sum(torch.autograd.Function):
-    """The sum of the streams times a factor."""
-
-    @staticmethod
-    def forward(ctx, x, num_streams, factor):
-        ctx.of = num_streams, factor
-        return sum_streams(x, num_streams, factor)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return _Expand.apply(grad, *ctx.of), None, None
-
-
-def spread(x: Tensor, num_streams: int, factor: float) -> Tensor:
-    """[T, n*C]: x [T, C] times a factor in every stream."""
-    if takes(x):
-        from ..kernels import hyper_connection_streams as kernel  # Triton is there with CUDA alone
-
-        return kernel.spread(x.contiguous(), num_streams, factor)
-    return (at_least_fp32(x) * factor).to(x.dtype).repeat(1, num_streams)
-
-
-def sum_streams(x: Tensor, num_streams: int, factor: float) -> Tensor:
-    """[T, C]: the sum of the streams of x [T, n*C], in at least fp32, times a factor."""
-    if takes(x):
-        from ..kernels import hyper_connection_streams as kernel
-
-        return kernel.sum_streams(x.contiguous(), num_streams, factor)
-    return (at_least_fp32(x).unflatten(1, (num_streams, -1)).sum(1) * factor).to(x.dtype)
+def as_copies(x: Tensor, num_streams: int) -> Tensor | Streams:
+    """`expand_streams` for layers that read it next: where kernels run no copy is made."""
+    return Streams(x.contiguous(), None, copies=True) if num_streams > 1 and by_kernels(num_streams, x) else expand_streams(x, num_streams)
 
 
 def sinkhorn(logits: Tensor, iterations: int) -> Tensor:
@@ -370,14 +344,14 @@ def read_backward(x: Tensor, weights: Weights, mapped: Mapped, du: Tensor, grad:
 
 
 def _read_backward(x: Tensor, weights: Weights, mapped: Mapped, du: Tensor, dpre: Tensor, grad: Tensor, scale: Tensor | None, dpost: Tensor,
-                   dres: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`read_backward` by kernels, with the gradient of H_pre."""
+                   dres: Tensor, norm_weights: Sequence[Tensor] = (), of_norms: Tensor | None = None) -> tuple[Tensor, ...]:
+    """`read_backward` by kernels, with the gradient of H_pre; then those of the norms' weights, of which `of_norms` has the parts."""
     from ..kernels import hyper_connection_mappings, hyper_connection_streams
 
     through = hyper_connection_mappings.mappings_backward(
         mapped.projected, mapped.root, weights.alpha, weights.bias, mapped.res, scale, dpre, dpost.contiguous(), dres.contiguous(),
-        x.shape[1], weights.iterations, x.dtype)
-    return hyper_connection_streams.read_backward(x, weights.weight, mapped.pre, through, du, grad.contiguous())
+        weights.weight.shape[1], weights.iterations, x.dtype)
+    return hyper_connection_streams.read_backward(x, weights.weight, mapped.pre, through, du, grad.contiguous(), norm_weights, of_norms)
 
 
 def read_backward_in_torch(x: Tensor, weights: Weights, mapped: Mapped, du: Tensor, grad: Tensor, scale: Tensor | None, dpost: Tensor,
@@ -424,15 +398,16 @@ class _ReadNormed(torch.autograd.Function):
     """`_Read` by kernels, with norms of u in its place. Saved beside that: u, and the norms' inverse root."""
 
     @staticmethod
-    def forward(ctx, x, weight, alpha, bias, num_streams, iterations, chain, scale, num_live, projection, factor, eps, *norm_weights):
+    def forward(ctx, x, weight, alpha, bias, num_streams, iterations, chain, scale, num_live, projection, factor, eps, back, *norm_weights):
         from ..kernels import hyper_connection_mappings, hyper_connection_projection
 
         x, norms = x.contiguous(), hyper_connection_mappings.Norms(norm_weights, eps, factor)
         if projection is None:
             projection = hyper_connection_projection.project(x, weight, num_streams)
         (u, pre, post, res, projected, root), normed, inverse_root = hyper_connection_mappings.read(
-            x, projection, alpha, bias, num_streams, iterations, norms)
+            x, projection, alpha, bias, num_streams, iterations, norms, copies=x.shape[1] < weight.shape[1])
         ctx.shape, ctx.num_live, ctx.of_norms = (num_streams, iterations), len(x) if num_live is None else num_live, (eps, factor)
+        ctx.back = back
         ctx.source = _Source.of(ctx, x, chain, u, inverse_root, pre, res, projected, root, scale, weight, alpha, bias, *norm_weights)
         return *normed, x, post, res
 
@@ -441,14 +416,16 @@ class _ReadNormed(torch.autograd.Function):
     def backward(ctx, *grads):
         from ..kernels import hyper_connection_mappings, hyper_connection_streams
 
-        *dnormed, grad, dpost, dres = (grad.contiguous() for grad in grads)
+        *dnormed, grad, dpost, dres = grads
+        dnormed, grad = [d.contiguous() for d in dnormed], ctx.back.pop() if ctx.back else grad
         x, u, inverse_root, pre, res, projected, root, scale, weight, alpha, bias, *norm_weights = ctx.source.tensors(ctx)
-        norms, wants = hyper_connection_mappings.Norms(tuple(norm_weights), *ctx.of_norms), ctx.needs_input_grad[12:]
-        du, dpre, dweights = hyper_connection_streams.normed_products(
-            x, u, inverse_root, norms, dnormed, ctx.num_live, wants_weights=any(wants))
+        norms, wants = hyper_connection_mappings.Norms(tuple(norm_weights), *ctx.of_norms), ctx.needs_input_grad[13:]
+        du, dpre, of_norms = hyper_connection_streams.normed_products(
+            x, u, inverse_root, norms, dnormed, ctx.num_live, num_streams=ctx.shape[0], wants_weights=any(wants))
         gradients = _read_backward(x, Weights(weight, alpha, bias, *ctx.shape), Mapped(pre, None, res, projected, root), du, dpre, grad,
-                                   scale, dpost, dres)
-        return *gradients, *[None] * 8, *(grad if wanted else None for grad, wanted in zip(dweights, wants, strict=True))
+                                   scale, dpost, dres, norm_weights, of_norms)
+        of_weights = gradients[4:] or [None] * len(wants)
+        return *gradients[:4], *[None] * 9, *(grad if wanted else None for grad, wanted in zip(of_weights, wants, strict=True))
 
 
 class _Write(torch.autograd.Function):
@@ -460,7 +437,7 @@ class _Write(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, y, mix, post, res, chain, weight):
-        ctx.source, ctx.num_live = _Source.of(ctx, x, chain, y, post, mix.scale), mix.num_live
+        ctx.source, ctx.mix = _Source.of(ctx, x, chain, y, post, mix.scale), mix
         if chain is not None:
             chain.add(y, mix)
         new, projection = mixed_and_projected(x, y, mix, weight)
@@ -473,8 +450,28 @@ class _Write(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad, _):
         x, y, post, scale = ctx.source.tensors(ctx)
-        dy, dpost, dres = mixed_backward(x, y, post, scale, grad, ctx.num_live)
-        return grad, dy, None, dpost, dres, None, None
+        dy, dpost, dres = mixed_backward(x, y, post, scale, grad, ctx.mix.num_live)
+        return ctx.mix.send_back(grad, x), dy, None, dpost, dres, None, None
+
+
+class _WriteMean(torch.autograd.Function):
+    """The mean of the new streams of x and y, by kernels. What goes back with x is nothing: see Mix."""
+
+    @staticmethod
+    def forward(ctx, x, y, mix, post, res, chain):
+        from ..kernels import hyper_connection_streams as kernel
+
+        ctx.source, ctx.mix = _Source.of(ctx, x, chain, y, post, mix.scale), mix
+        if chain is not None:
+            chain.add(y, mix)
+        return kernel.merge(x.contiguous(), y.contiguous(), post, res, mix.scale, mean=True)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        x, y, post, scale = ctx.source.tensors(ctx)
+        dy, dpost, dres = mixed_backward(x, y, post, scale, grad, ctx.mix.num_live)
+        return ctx.mix.send_back(grad, x), dy, None, dpost, dres, None
 
 
 @dataclass(frozen=True)

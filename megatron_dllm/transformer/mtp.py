@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..config import ModelConfig
 from ..parallel import ParallelContext, place
 from ..tensor_parallel.initialization import Init, make_parameter
-from .hyper_connection import contract_streams, expand_streams, stream_chains
+from .hyper_connection import AsMean, as_copies, stream_chains
 from .norms import RMSNorm
 from .token_pass import TokenPass
 
@@ -56,5 +56,6 @@ class MultiTokenPrediction(nn.Module):
         if token_pass.num_canvas:
             raise ValueError(f"multi-token prediction is for clean tokens, and the pass has {token_pass.num_canvas} canvas tokens")
         x = F.linear(torch.cat([self.hidden_norm(hidden), self.embedding_norm(embedded)], -1), self.projection)
-        x, _ = self.block(expand_streams(x, self.num_streams), token_pass, None, next(stream_chains(self.block.recompute)))
-        return self.final_norm(contract_streams(x, self.num_streams))
+        wanted = AsMean() if self.num_streams > 1 else None
+        x, _ = self.block(as_copies(x, self.num_streams), token_pass, None, next(stream_chains(self.block.recompute)), wanted)
+        return self.final_norm(x)

@@ -9,15 +9,9 @@ from megatron_dllm.config import PRESETS
 from megatron_dllm.parallel import ParallelContext
 from megatron_dllm.tensor_parallel.initialization import Initializer
 from megatron_dllm.transformer import hyper_connection
-from megatron_dllm.transformer.hyper_connection import (
-    HyperConnection,
-    StreamChain,
-    contract_streams,
-    expand_streams,
-    sinkhorn,
-    stream_chains,
-)
+from megatron_dllm.transformer.hyper_connection import HyperConnection, StreamChain, sinkhorn, stream_chains
 from megatron_dllm.transformer.recompute import Recompute
+from megatron_dllm.transformer.stream_copies import contract_streams, expand_streams
 from tests.unit.toy import CONFIG, gradients, toy_inputs, toy_model, toy_plan
 
 STREAMS = 3

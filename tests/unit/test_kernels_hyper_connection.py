@@ -184,6 +184,45 @@ def test_norms_of_what_is_read(count, dtype, frozen, device, monkeypatch):
 
 
 @DEVICES
+@pytest.mark.parametrize("tokens, n, num_live, recomputed, parts, dtype", [
+    (5, 2, 4, False, 2, torch.float32), (9, 4, 7, True, 2, torch.float32), (1, 3, 1, False, 2, torch.float32),
+    (35, 4, 30, False, 1, torch.float32), (35, 4, 30, False, 1, torch.bfloat16)], ids=str)
+def test_from_copies_to_the_mean(tokens, n, num_live, recomputed, parts, dtype, device, monkeypatch):
+    """A model's first part reads one tensor for all streams, its last one writes their mean; a part may be both."""
+    need_kernels(device)
+    hidden, outputs = 20, n * n + 2 * n
+    config = dataclasses.replace(PRESETS["toy"], enable_mhc_connections=True, mhc_num_residual_streams=n, hidden_size=hidden,
+                                 mhc_sinkhorn_iterations=ITERATIONS)
+    modules = [plain.HyperConnection(f"mhc{k}", config, context=ParallelContext.single(), init=Initializer(1, 0.02), dtype=torch.float32)
+               for k in range(parts)]
+    x, norm, y = (draw(*shape, seed=seed, dtype=dtype, device=device) for seed, shape in enumerate(
+        ((tokens, hidden), (hidden,), (tokens, hidden))))
+    values = draw(outputs, n * hidden, seed=4, dtype=torch.float32, device=device, scale=0.2), torch.tensor([0.7, 1.3, 0.9]), draw(
+        outputs, seed=5, dtype=torch.float32, device=device)
+    scale, back = draw(tokens, 1, seed=6, dtype=dtype, device=device), draw(tokens, hidden, seed=7, dtype=dtype, device=device)
+    back[num_live:] = 0
+
+    def run(wide, by_kernels):
+        monkeypatch.setattr(plain, "takes", lambda *tensors: by_kernels)
+        for module in modules:
+            module.to(device, torch.float64 if wide else torch.float32)
+            with torch.no_grad():
+                for parameter, value in zip((module.weight, module.alpha, module.bias), values, strict=True):
+                    parameter.copy_(value)
+        leaves = [(t.double() if wide else t.clone()).requires_grad_() for t in (x, norm, y)]
+        chain = plain.StreamChain() if recomputed else None
+        streams = plain.as_copies(leaves[0], n)
+        for module, reader in zip(modules, [*modules[1:], plain.AsMean()], strict=True):
+            norms = plain.Norms(leaves[1:2], 1e-6)
+            (normed,), streams, mix = module.read_normed(streams, chain, norms, scale.to(leaves[0].dtype), num_live)
+            streams = module.write(streams, leaves[2] + normed.sin(), mix, chain, reader)
+        assert streams.shape == (tokens, hidden)
+        return [streams, *torch.autograd.grad(streams, [*leaves, *(p for m in modules for p in m.parameters())], back.to(streams.dtype))]
+
+    assert_close(run(False, True), run(False, False), run(True, False))
+
+
+@DEVICES
 def test_connections_one_after_the_other(device, monkeypatch):
     """As autograd functions: what the second reads was projected by the first one's write."""
     need_kernels(device)

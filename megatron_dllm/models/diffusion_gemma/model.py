@@ -27,12 +27,13 @@ from ...tensor_parallel import SharedWeight, VocabularyParallelEmbedding, linear
 from ...tensor_parallel.initialization import Init
 from ...tensor_parallel.vocabulary import VocabularyRange
 from ...transformer.block import TransformerBlock
-from ...transformer.hyper_connection import contract_streams, expand_streams, stream_chains
+from ...transformer.hyper_connection import AsMean, Streams, as_copies, stream_chains
 from ...transformer.mlp import MLP
 from ...transformer.mtp import MultiTokenPrediction
 from ...transformer.norms import RMSNorm, rms_norm
 from ...transformer.precision import accumulation_dtype, at_least_fp32
 from ...transformer.recompute import Recompute
+from ...transformer.stream_copies import contract_streams, expand_streams
 from ...transformer.token_pass import LayerContext, TokenPass
 
 Contexts = Mapping[int, LayerContext]
@@ -115,17 +116,23 @@ class DiffusionGemma(nn.Module):
 
     def run_layers(self, x: Tensor, token_pass: TokenPass, earlier: Contexts | None = None) -> tuple[Tensor, Contexts]:
         """Final hidden states, normed, of what `embed` gave (see `whole`), and every layer's context where the pass keeps any."""
-        x, contexts = self.run_blocks(self.expand(x), map(int, self.layers), token_pass, earlier)
-        return self.leave(x), contexts
+        streams = self.config.num_residual_streams
+        if not self.layers or streams == 1:
+            x, contexts = self.run_blocks(x, map(int, self.layers), token_pass, earlier)
+        else:
+            x, contexts = self.run_blocks(as_copies(x, streams), map(int, self.layers), token_pass, earlier, AsMean())
+        return self.final_norm(x), contexts
 
     def expand(self, x: Tensor) -> Tensor:
         """[T, H] in every residual stream, [T, n * H]."""
         return expand_streams(x, self.config.num_residual_streams)
 
-    def run_blocks(self, x: Tensor, numbers: Iterable[int], token_pass: TokenPass, earlier: Contexts | None) -> tuple[Tensor, Contexts]:
-        """Residual streams [T, n * H] after the layers of these numbers, and these layers' contexts where the pass keeps any."""
+    def run_blocks(self, x: Tensor | Streams, numbers: Iterable[int], token_pass: TokenPass, earlier: Contexts | None,
+                   wanted: AsMean | None = None) -> tuple[Tensor, Contexts]:
+        """Residual streams [T, n * H] after the layers of these numbers, or what is wanted of them, and these layers' contexts where the
+        pass keeps any."""
         contexts, numbers = {}, list(numbers)
-        readers = [*(self.layers[str(number)].reader for number in numbers[1:]), None]
+        readers = [*(self.layers[str(number)].reader for number in numbers[1:]), wanted]
         for number, reader, chain in zip(numbers, readers, stream_chains(self.recompute), strict=False):
             x, kept = self.layers[str(number)](x, token_pass, None if earlier is None else earlier[number], chain, reader)
             if kept is not None:
