@@ -25,7 +25,7 @@ SUMS = 1024  # that a program adds up
 # columns, one a processor. With 4 warps and bf16 factors 5,120 tokens took 0.154 ms on an H200, 0.170 with 2 stages, 0.195 with 128 rows;
 # 8 warps, which share a tile's latencies, have not been timed.
 ROWS, TILE_COLUMNS, SPLITS, WARPS, MAXNREG = 64, 32, 3, 4, None
-NORM_STAGES, NORM_WARPS, NORM_PROGRAMS, ADD_ROWS, NORM_ROWS, NORM_COLUMNS = 2, 8, 2, 128, 64, 64
+NORM_STAGES, NORM_WARPS, NORM_PROGRAMS, NORM_SHARED, ADD_ROWS, NORM_ROWS, NORM_COLUMNS = 2, 8, 2, 160_000, 128, 64, 64
 STAGES = 2  # of its loop: 174 KB of shared memory; one for fp32, and where there is less
 
 
@@ -365,12 +365,15 @@ def normed_products(x: Tensor, u: Tensor, inverse_root: Tensor, norms: Norms, gr
     du, dpre = torch.empty_like(u), torch.empty(num_live, n, dtype=torch.float32, device=x.device)
     programs = min(num_live, NORM_PROGRAMS * processors(x.device))
     partial = dpre.new_empty(programs, count * hidden) if wants_weights else None
+    # A wide row is held by more warps, and the next ones are fetched where they fit beside each other.
+    row, narrow = hidden * ((n + 1) * x.element_size() + sum(grad.element_size() for grad in grads)), hidden <= 4096
+    stages = min(NORM_STAGES, 1 + NORM_SHARED // row) if has_large_shared_memory(x.device) else 1
     if num_live:
         _normed_products[(programs,)](
             x, u, inverse_root, *norms.three, *grads, *[None] * (3 - count), du, dpre, partial, norms.factor, num_live, HIDDEN=hidden, n=n,
-            STREAMS=next_power_of_2(n), COLUMNS=_columns(hidden, COLUMNS), NORMS=count, WANTS_WEIGHTS=wants_weights, STAGES=NORM_STAGES,
-            COPIES=x.shape[1] < n * hidden,
-            num_warps=NORM_WARPS if count == 1 else max(8, NORM_WARPS))
+            STREAMS=next_power_of_2(n), COLUMNS=_columns(hidden, COLUMNS if narrow else 2 * COLUMNS), NORMS=count,
+            WANTS_WEIGHTS=wants_weights, STAGES=stages, COPIES=x.shape[1] < n * hidden,
+            num_warps=16 if not narrow else NORM_WARPS if count == 1 else max(8, NORM_WARPS))
     return du, dpre, partial
 
 
