@@ -28,11 +28,12 @@ from .launch import next_power_of_2
 
 MOST_MATRICES, MOST_COLUMNS = 3, 64  # of A x, of a matrix: with more, three stages do not fit shared memory, and torch's products do well
 LEAST_COLUMNS = 16  # of a product on tensor cores
-# Measured on an H200, bf16, rank 16, three matrices of 2816 x (4096, 2048, 2048), us of 5120 rows: A x in four parts by 64 rows 15, in one
-# part by 32 rows 25; y by 64 x 128 26, with the parts summed in each of its blocks 46; dlow and dB by 64 rows and 64 x 128, four stages 39,
-# by 16 rows and 64 x 64, three stages 48; dx and dA in four stages 21, in two 27; the sums by blocks of 256 5.
+# Measured on an H200, bf16, rank 16, three matrices of 2816 x (4096, 2048, 2048), us of 5120 rows: A x by 64 rows in two parts 12, in four
+# 15, in one part by 32 rows 25; y by 64 x 128 24, with the parts summed in each of its blocks 46; dlow and dB by 64 rows and 64 x 128, four
+# stages 37, by 16 rows and 64 x 64, three stages 48, other shapes no less; dx and dA in four stages 21, in two 27, other shapes no less;
+# the sums by blocks of 256 4.
 MANY_ROWS = 4096
-SPLIT = 4  # parts that A x is summed in
+SPLIT, SPLIT_OF_MANY = 4, 2  # parts that A x is summed in
 FOLDED = 1024  # numbers of A x that a program sums up
 PARTS = 8  # that a gradient over rows is summed in: an eighth of the reading of dy at these widths, and 350 programs for dA
 
@@ -298,13 +299,14 @@ def narrow(x: Tensor, a: Sequence[Tensor]) -> Tensor:
     columns = len(a) * _columns(ranks)
     rows, step = _thin(x, num_rows, columns)
     low = x.new_empty(num_rows, len(a) * ranks)
-    parts = low.new_empty(SPLIT, *low.shape, dtype=torch.float32)
+    split = SPLIT_OF_MANY if num_rows >= MANY_ROWS else SPLIT
+    parts = low.new_empty(split, *low.shape, dtype=torch.float32)
     if num_rows:
-        _narrow[(triton.cdiv(num_rows, rows), SPLIT)](
+        _narrow[(triton.cdiv(num_rows, rows), split)](
             x, *_three(a), parts, num_rows, depth, x.stride(0), parts.stride(1), MATRICES=len(a), RANKS=ranks, ROWS=rows, STEP=step,
             COLUMNS=_columns(ranks), STAGES=4 if columns <= 128 else 3, PRECISION=_precision(x),
             **dependent(x.device, early=False))
-        _fold[(triton.cdiv(low.numel(), FOLDED),)](parts, low, low.numel(), SPLIT=SPLIT, BLOCK=FOLDED, **dependent(x.device))
+        _fold[(triton.cdiv(low.numel(), FOLDED),)](parts, low, low.numel(), SPLIT=split, BLOCK=FOLDED, **dependent(x.device))
     return low
 
 
