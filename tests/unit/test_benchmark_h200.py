@@ -19,7 +19,7 @@ def test_run(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(subprocess, "run", run)
     assert h200.run(argparse.Namespace(only=h200.SUITES, nemo=True)) == 2
-    assert commands == [["training", "--nemo"], ["adapters"], ["generation"], ["kernels"]]
+    assert commands == [["training", "--nemo"], ["adapters"], ["generation", *h200.SUITES["generation"]], ["kernels"]]
     verdicts = [line.split(" s   ")[1] for line in capsys.readouterr().out.splitlines()[-4:]]
     assert [verdict[:7] for verdict in verdicts] == ["every a", "an aim ", "every a", "FAILED"]
 

@@ -19,7 +19,8 @@ SUITES = {"training": (), "adapters": (), "generation": ("--static-cache-layers"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nemo", action="store_true", help="NeMo AutoModel beside the training steps, which must be installed.")
-    parser.add_argument("--only", nargs="+", choices=tuple(SUITES), default=tuple(SUITES), metavar="SUITE", help=f"Some of {', '.join(SUITES)}.")
+    parser.add_argument("--only", nargs="+", choices=tuple(SUITES), default=tuple(SUITES), metavar="SUITE",
+                        help=f"Some of {', '.join(SUITES)}.")
 
 
 def run(arguments: argparse.Namespace) -> int:
