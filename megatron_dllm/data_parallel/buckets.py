@@ -276,15 +276,17 @@ class GradientBuckets:
             bucket.finish_gather()
 
     def gather_beside_forward(self, modules: Iterable[nn.Module]) -> None:
-        """Let `gather_parameters` go on while the next forward runs: each of the modules waits for its own parameters when it is called.
+        """Let `gather_parameters` go on while the next forward runs: each of the modules, given in the order of the forward, waits for its
+        own parameters when it is called, and for those of the module after it, whose first norm it may make.
 
         A bucket with a parameter of none of them is waited for at once.
         """
-        inside = set()
-        for module in modules:
+        modules, inside = list(modules), set()
+        for module, following in zip(modules, [*modules[1:], None], strict=True):
             own = set(module.parameters())
             inside |= own
-            waited = [bucket for bucket in self.buckets if own & set(bucket.parameters)]
+            needed = own if following is None else own | set(following.parameters())
+            waited = [bucket for bucket in self.buckets if needed & set(bucket.parameters)]
             module.register_forward_pre_hook(partial(_finish_gathers, waited))
         self._awaited = [bucket for bucket in self.buckets if inside.issuperset(bucket.parameters)]
 

@@ -84,11 +84,6 @@ class MainGradient:
         """Forget what a failed backward has put off."""
         self._parts = []
 
-    def start_anew(self) -> None:
-        """Count the buffer as zeros, which are not written; drop parts that a failed backward has left. Only where `is_used`."""
-        self.drop_parts()
-        self.is_fresh.fill_(1)
-
     def settle(self) -> None:
         """Have zeros in the buffer if it counts as zeros: before anything but the kernels reads it."""
         if self.is_used:
@@ -132,11 +127,6 @@ class SummedGradient:
         if self._ticket is None:
             self._ticket = _Ticket.apply(weight, self)
         return self._ticket
-
-    @property
-    def buffers(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(total, squares, is_fresh) where it `is_used`."""
-        return self.total, self._squares, self.is_fresh
 
     def put_off(self, kernels: Kernels, part: Any) -> None:
         """As `MainGradient.put_off`."""

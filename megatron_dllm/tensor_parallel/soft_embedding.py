@@ -15,6 +15,8 @@ from megatron_dllm.parallel.context import Group
 from .shared_gradient import GradientSum, SharedWeight
 from .vocabulary import VocabularyRange, at_least_fp32, capped_logits, product, token_chunks
 
+KEPT_BYTES = 1 << 29  # 1024 tokens of 262144 rows in 16 bits
+
 
 def soft_embedding(
     hidden: Tensor,
@@ -36,8 +38,9 @@ def soft_embedding(
     The softmax is in fp32 at least and rounded to the weight's dtype before the second product. Only the weight that is
     averaged gets a gradient, scale * probabilities.T @ d(result); the logits count as constants. Every rank must be given
     the whole d(result). Saved: hidden, weight, two numbers a token and, where one chunk has all tokens, the probabilities in the weight's
-    dtype (half a GiB of 1024 tokens and 262144 rows); otherwise they are computed again in backward. `chunk_bytes` bounds a chunk's logits
-    [n, v], of which two are live at once. With `shared`, the weight with a gradient sum, the gradient is added there.
+    dtype if they take KEPT_BYTES at most, a microbatch that is under way; otherwise they are computed again in backward. `chunk_bytes`
+    bounds a chunk's logits [n, v], of which two are live at once. With `shared`, the weight with a gradient sum, the gradient is added
+    there.
     """
     assert hidden.dim() == 2 and hidden.dtype == weight.dtype, f"hidden {tuple(hidden.shape)} {hidden.dtype}, weight {weight.dtype}"
     head = _Head(softcap, torch.tensor(scale, dtype=weight.dtype).item(), tp, VocabularyRange.of(weight, vocab_size, tp), chunk_bytes)
@@ -115,7 +118,8 @@ class _SoftEmbedding(torch.autograd.Function):
             largest[chunk], factor[chunk] = _softmax(steps.own_sums(logits, head.softcap), head.tp)
             probabilities = steps.probabilities(logits, largest[chunk], factor[chunk], head.softcap, weight.dtype)
             torch.mm(probabilities, own_rows, out=result[chunk])
-            if len(chunks) == 1 and (ctx.needs_input_grad[1] or ctx.needs_input_grad[3]):
+            is_small = len(chunks) == 1 and probabilities.numel() * probabilities.itemsize <= KEPT_BYTES
+            if is_small and (ctx.needs_input_grad[1] or ctx.needs_input_grad[3]):
                 kept = probabilities
         ctx.save_for_backward(hidden, weight, largest, factor, kept)
         ctx.head, ctx.gradient = head, gradient

@@ -100,6 +100,8 @@ class MasterOptimizer:
             self.torch.grad_scale = divisor.masked_fill(~only_if, math.nan).float()
         elif factor is not None:
             self._clip(factor)
+        elif self.algorithm.divides:
+            self.torch.grad_scale = None  # that of a step before
         for group in self.torch.param_groups:
             group["lr"] = lr
         self.torch.step()

@@ -75,7 +75,7 @@ def test_gradients_go_to_their_buffers(live, device):
         loss(lambda x: live_linear(x, with_buffers(weights, buffers), live)).backward()
         if number == 1:
             for buffer in buffers:
-                buffer.start_anew()
+                buffer.is_fresh.fill_(1)
             x.grad = None
             loss(lambda x: live_linear(x, weights, live)).backward()
         for buffer, right in zip(buffers, want[1:], strict=True):
