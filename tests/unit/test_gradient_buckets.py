@@ -165,3 +165,20 @@ def test_copies_follow_their_fp32_masters():
     for name, parameter in model.named_parameters():
         assert masters[name].dtype == torch.float32 and torch.equal(masters[name].to(torch.bfloat16), parameter.detach())
         assert not torch.equal(masters[name], before[name])
+
+
+def test_a_module_waits_for_its_own_parameters_and_those_of_the_next(monkeypatch):
+    """A layer may read the norm of the one after it."""
+    model = Parameters()
+    buckets = make_buckets(model, bucket_elements=1)
+    modules = [nn.Module() for _ in range(3)]
+    for module, name in zip(modules, ("embedding", "experts", "head"), strict=True):
+        module.register_parameter(name, getattr(model, name))
+        module.forward = lambda: None
+    buckets.gather_beside_forward(iter(modules))
+    waited = []
+    monkeypatch.setattr(Bucket, "finish_gather", lambda bucket: waited.append(bucket.names))
+    for module, names in zip(modules, ({"embedding", "experts"}, {"experts", "head"}, {"head"}), strict=True):
+        waited.clear()
+        module()
+        assert {name for each in waited for name in each} == names
