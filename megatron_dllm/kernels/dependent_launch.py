@@ -6,10 +6,14 @@ before it writes anything. A kernel that is launched as usual waits for all of t
 """
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from .launch import has_large_shared_memory
 
 
 @triton.jit
@@ -22,7 +26,12 @@ def after_last(DEPENDENT: tl.constexpr):
 
 def dependent(device: torch.device, *, early: bool = True) -> dict[str, bool]:
     """Arguments of a launch of a kernel that has DEPENDENT. `early`: before the last kernel of the stream has ended; that is for kernels
-    alone that wait for one other."""
-    if device.type != "cuda":
+    alone that wait for one other. Devices that cannot launch so launch as usual."""
+    if not _can_depend(device):
         return {"DEPENDENT": False}
     return {"DEPENDENT": True, "launch_pdl": True} if early else {"DEPENDENT": True}
+
+
+@functools.cache
+def _can_depend(device: torch.device) -> bool:
+    return has_large_shared_memory(device)  # the devices are the same

@@ -18,7 +18,7 @@ from .dependent_launch import after_last, dependent
 from .grouped_gemm import ENTRY, RowTiles
 from .launch import next_power_of_2
 
-LEAST_CHUNK, LARGEST_CHUNK = 256, 8192  # choices at a time
+LEAST_CHUNK = 256  # choices at a time, at least
 # In one launch: an H200 took 19.5 us for 16384 choices of 128 experts, in three 6.4.
 MOST_CHOICES = 4096
 BLOCK = 64  # choices of a block, each of which is compared with each
@@ -137,6 +137,6 @@ def expert_rows(indices: Tensor, num_experts: int, height: int) -> ExpertRows:
         _place_blocks[(blocks,)](indices, of_blocks, totals, row, token, table, number, starts, count, BLOCK=BLOCK, num_warps=4, **sizes,
                                  **on)
     else:
-        chunk = min(max(next_power_of_2(count), LEAST_CHUNK), LARGEST_CHUNK)
+        chunk = max(next_power_of_2(count), LEAST_CHUNK)
         _place[(num_experts,)](indices, row, token, table, number, starts, count, CHUNK=chunk, num_warps=8, **sizes, **on)
     return ExpertRows(row.view(num_tokens, choices), token, RowTiles(table, number, starts, starts[1:], height))
