@@ -8,7 +8,7 @@ from torch import Tensor
 
 COLUMNS = 2048
 WARPS = 4  # 16 logits a thread
-PARTS = 4  # a token's vocabulary is read by so many programs: 512 tokens (a chunk at 262144 rows) then fill 132 processors evenly
+PARTS = 4  # a token's vocabulary is read by so many programs, so that a chunk's last ones end near each other
 STAGES = 4
 # A soft cap up to which exp(logit - cap) is summed without the largest logit: the least such number, exp(-80), is far from fp32's.
 LARGEST_KNOWN_PEAK = 40.0
