@@ -15,10 +15,9 @@ from torch import Tensor
 from .launch import has_large_shared_memory, next_power_of_2
 
 # Of a tile; STEPS of them, one after the other, are a program: the columns of a token are so shared by several.
-MAXNREG = None
 COLUMNS, STEPS = 32, 7
-# Rows, warps, stages: 188 KB of shared memory; and for fp32, or where there is less of it. On an H200 5,120 tokens of 4 x 2816 took 0.118
-# ms with LARGE when the squares were summed here too; 64 rows, 4 warps and 2 stages 0.124, 11 steps 0.127, LARGE with 2 stages 0.138.
+# Rows, warps, stages: 188 KB of shared memory; and for fp32, or where there is less of it. On an H200 5,120 tokens of 4 x 2816 took 0.103
+# ms with LARGE; 64 rows, 4 warps, 2 stages and 11 steps 0.112; 16 columns, so that twice the warps fit, 0.120 and more; 64 columns 0.166.
 LARGE, SMALL = (128, 8, 3), (64, 4, 1)
 
 
@@ -136,5 +135,5 @@ def _launch(x: Tensor, y: Tensor | None, post: Tensor | None, res: Tensor | None
             x, y, post, res, scale, new, factor, partial, num_rows, HIDDEN=hidden, n=n, STREAMS=next_power_of_2(n), OUTPUTS=outputs,
             PADDED=max(16, next_power_of_2(outputs)), PIECES=pieces, HAS_SCALE=scale is not None, MERGES=new is not None, ROWS=rows,
             COLUMNS=COLUMNS, STEPS=steps, STAGES=stages, COPIES=x.shape[1] < width,
-            num_warps=warps, maxnreg=MAXNREG)
+            num_warps=warps)
     return partial

@@ -21,12 +21,15 @@ COLUMNS = 1024  # of each stream that a program of 4 warps holds: 8 numbers a th
 # for another, and many fit a processor.
 LANES, NUMBERS = 32, 8  # 87 registers a thread
 SUMS = 1024  # that a program adds up
-# Of `_read_backward`: tokens and columns of each stream in a tile, programs that share the tokens, warps: 264 programs for 4 x 2816
-# columns, one a processor. With 4 warps and bf16 factors 5,120 tokens took 0.154 ms on an H200, 0.170 with 2 stages, 0.195 with 128 rows;
-# 8 warps, which share a tile's latencies, have not been timed.
-ROWS, TILE_COLUMNS, SPLITS, WARPS, MAXNREG = 64, 32, 3, 4, None
-NORM_STAGES, NORM_WARPS, NORM_PROGRAMS, NORM_SHARED, ADD_ROWS, NORM_ROWS, NORM_COLUMNS = 2, 8, 2, 160_000, 128, 64, 64
-STAGES = 2  # of its loop: 174 KB of shared memory; one for fp32, and where there is less
+# Of `_read_backward`: columns of each stream in a tile, warps; then tokens in a tile, programs that share the tokens, stages and registers
+# a thread, in LARGE for bf16 where shared memory is large. On an H200 4,096 of 5,120 tokens of 4 x 2816, sums included, took 0.136 ms with
+# LARGE and 1,024 tokens 0.047; 64 tokens, 3 programs and 2 stages 0.136 and 0.051, 8 warps 0.165 and more, 16 columns 0.200 and more.
+TILE_COLUMNS, WARPS = 32, 4
+LARGE, SMALL = (32, 4, 3, 168), (64, 3, 1, None)
+# Of `_normed_products`: warps, programs a processor, rows that are there or on the way, and the shared memory for these. 5,120 tokens, four
+# fifths of them live, took 0.053 ms with one norm and 0.083 with three; a row at a time 0.053 and 0.087.
+NORM_WARPS, NORM_PROGRAMS, NORM_STAGES, NORM_SHARED = 8, 2, 2, 220_000
+ADD_ROWS, NORM_ROWS, NORM_COLUMNS = 256, 128, 32  # of tiles of parts that are added up
 
 
 @triton.jit
@@ -365,15 +368,17 @@ def normed_products(x: Tensor, u: Tensor, inverse_root: Tensor, norms: Norms, gr
     du, dpre = torch.empty_like(u), torch.empty(num_live, n, dtype=torch.float32, device=x.device)
     programs = min(num_live, NORM_PROGRAMS * processors(x.device))
     partial = dpre.new_empty(programs, count * hidden) if wants_weights else None
-    # A wide row is held by more warps, and the next ones are fetched where they fit beside each other.
-    row, narrow = hidden * ((n + 1) * x.element_size() + sum(grad.element_size() for grad in grads)), hidden <= 4096
-    stages = min(NORM_STAGES, 1 + NORM_SHARED // row) if has_large_shared_memory(x.device) else 1
+    # A wide row is held by more warps, and the next one is fetched where it fits beside it.
+    warps, columns = (NORM_WARPS, COLUMNS) if hidden <= 4096 else (16, 2 * COLUMNS)
+    columns = _columns(hidden, columns)
+    sizes = (n + 1) * x.element_size() + sum(t.element_size() for t in (*grads, *norms.weights))
+    row = triton.cdiv(hidden, columns) * columns * sizes
+    stages = NORM_STAGES if has_large_shared_memory(x.device) and (NORM_STAGES - 1) * row <= NORM_SHARED else 1
     if num_live:
         _normed_products[(programs,)](
             x, u, inverse_root, *norms.three, *grads, *[None] * (3 - count), du, dpre, partial, norms.factor, num_live, HIDDEN=hidden, n=n,
-            STREAMS=next_power_of_2(n), COLUMNS=_columns(hidden, COLUMNS if narrow else 2 * COLUMNS), NORMS=count,
-            WANTS_WEIGHTS=wants_weights, STAGES=stages, COPIES=x.shape[1] < n * hidden,
-            num_warps=16 if not narrow else NORM_WARPS if count == 1 else max(8, NORM_WARPS))
+            STREAMS=next_power_of_2(n), COLUMNS=columns, NORMS=count, WANTS_WEIGHTS=wants_weights, STAGES=stages,
+            COPIES=x.shape[1] < n * hidden, num_warps=warps)
     return du, dpre, partial
 
 
@@ -384,13 +389,13 @@ def read_backward(x: Tensor, weight: Tensor, pre: Tensor, through: MappingGradie
     mappings, of as many tokens as have a gradient that is not zero."""
     num_rows, n, (outputs, width) = len(x), pre.shape[1], weight.shape
     (pieces, num_live, _), hidden, dx = through.projected.shape, width // n, torch.empty_like(x)
-    partial = torch.empty(SPLITS, outputs, width, dtype=torch.float32, device=x.device)
-    stages = STAGES if x.dtype == torch.bfloat16 and has_large_shared_memory(x.device) else 1
-    _read_backward[(triton.cdiv(hidden, TILE_COLUMNS), SPLITS)](
+    rows, splits, stages, registers = LARGE if x.dtype == torch.bfloat16 and has_large_shared_memory(x.device) else SMALL
+    partial = torch.empty(splits, outputs, width, dtype=torch.float32, device=x.device)
+    _read_backward[(triton.cdiv(hidden, TILE_COLUMNS), splits)](
         x, weight, pre, through.mix, through.projected, through.coefficient, du, grad, dx, partial, num_rows, num_live,
-        triton.cdiv(num_live, ROWS * SPLITS), HIDDEN=hidden, n=n, STREAMS=next_power_of_2(n), OUTPUTS=outputs,
-        PADDED=max(16, next_power_of_2(outputs)), PIECES=pieces, ROWS=ROWS, COLUMNS=TILE_COLUMNS, STAGES=stages,
-        OF_MEAN=grad.shape[1] < width, COPIES=x.shape[1] < width, num_warps=WARPS, maxnreg=MAXNREG)
+        triton.cdiv(num_live, rows * splits), HIDDEN=hidden, n=n, STREAMS=next_power_of_2(n), OUTPUTS=outputs,
+        PADDED=max(16, next_power_of_2(outputs)), PIECES=pieces, ROWS=rows, COLUMNS=TILE_COLUMNS, STAGES=stages,
+        OF_MEAN=grad.shape[1] < width, COPIES=x.shape[1] < width, num_warps=WARPS, maxnreg=registers)
     dweight, dalpha, dbias = torch.empty_like(weight), weight.new_empty(3), weight.new_empty(outputs)
     norms, norm_3, of_width = None, None, 0
     if of_norms is not None:
@@ -398,7 +403,7 @@ def read_backward(x: Tensor, weight: Tensor, pre: Tensor, through: MappingGradie
         norm_3 = torch.empty_like(norm_weights[2]) if len(norm_weights) == 3 else None
     _add_up[(triton.cdiv(weight.numel(), SUMS) + 1 + triton.cdiv(of_width, NORM_COLUMNS),)](
         partial, dweight, through.partial, dbias, dalpha, of_norms, norms, norm_3, len(through.partial),
-        0 if of_norms is None else len(of_norms), SIZE=weight.numel(), SPLITS=SPLITS, OUTPUTS=outputs,
+        0 if of_norms is None else len(of_norms), SIZE=weight.numel(), SPLITS=splits, OUTPUTS=outputs,
         COLUMNS=next_power_of_2(outputs + 3), ROWS=ADD_ROWS, BLOCK=SUMS, WIDTH=of_width, FIRST=0 if norms is None else len(norms),
         NORM_ROWS=NORM_ROWS, NORM_COLUMNS=NORM_COLUMNS, num_warps=4)
     made = dx, dweight, dalpha, dbias
