@@ -286,7 +286,8 @@ def pairs(parts: Sequence[OuterProducts]) -> list[list[OuterProducts]]:
 
 
 def _are_near(one: OuterProducts, other: OuterProducts) -> bool:
-    return max(abs(_distance(one.dy, other.dy)), abs(_distance(one.x, other.x))) < FAR
+    """Whether one descriptor can hold both: of places that differ, as its axis for the parts has a stride."""
+    return all(0 < abs(_distance(first, second)) < FAR for first, second in ((one.dy, other.dy), (one.x, other.x)))
 
 
 def _distance(first: Tensor, second: Tensor) -> int:
