@@ -1,8 +1,8 @@
 """A denoising step of generation, sampling included, beside transformers' generate: real widths, random weights shared by both.
 
 The time of a step is the difference of a run of many steps and one of few, so that encoding the prompt drops out; of each the median of
-some runs, after one that is not counted. With random weights no canvas settles before its last step; both sides' steps are counted
-(theirs where nothing is compiled), and another number is an error. Every run is a new session; what is recorded or compiled for the first
+some runs, after one that is not counted. No canvas is let settle before its last step; both sides' steps are counted (theirs where
+nothing is compiled), and another number is an error. Every run is a new session; what is recorded or compiled for the first
 one serves the others, on both sides.
 """
 from __future__ import annotations
@@ -32,6 +32,7 @@ from .peers import share_weights, untied_model
 from .workload import FIRST_TOKEN, DeviceNormal, real_width, release_memory, toy_width
 
 FEW, MANY, RUNS = 4, 24, 3
+NEVER_SURE = 1e-30  # mean entropy under which a canvas may settle, on both sides: none does
 AIMS = {1: 5.0, 8: 3.5}  # batch size -> times faster than the peer
 STATIC_AIM = 1.2  # than its static cache
 EVERY = 10  # seconds
@@ -212,7 +213,7 @@ def _step_ms(generate_with: Callable[[int], None], device: torch.device) -> tupl
 
 def _ours(model: DiffusionGemma, session: Callable[[int, int], Denoiser], prompt: torch.Tensor, steps: int) -> None:
     length = model.config.canvas_length
-    config = GenerationConfig(max_new_tokens=length, max_denoising_steps=steps)
+    config = GenerationConfig(max_new_tokens=length, max_denoising_steps=steps, confidence_threshold=NEVER_SURE)
     draws = CounterDraws(1, canvas_length=length, vocab_size=model.config.vocab_size)
     result = generate(session(len(prompt), length), prompt.tolist(), config, eos_ids=(1,), pad_id=0, draws=draws)
     assert (result.steps == steps).all(), f"a canvas settled after {result.steps.min()} of {steps} steps"
@@ -222,7 +223,8 @@ def _ours(model: DiffusionGemma, session: Callable[[int, int], Denoiser], prompt
 def _theirs(model, prompt: torch.Tensor, canvas_length: int, asked: dict[str, str], steps: int) -> None:
     # A hook would be compiled too.
     with nullcontext() if asked else _expect_calls(model.model.decoder, steps):
-        model.generate(prompt, max_new_tokens=canvas_length, max_denoising_steps=steps, eos_token_id=1, pad_token_id=0, **asked)
+        model.generate(prompt, max_new_tokens=canvas_length, max_denoising_steps=steps, confidence_threshold=NEVER_SURE, eos_token_id=1,
+                       pad_token_id=0, **asked)
 
 
 @contextmanager
