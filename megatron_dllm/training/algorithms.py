@@ -69,8 +69,9 @@ BACKENDS = {"local": by_kernel, "torch": adamw,
             **{name: Algorithm(partial(_package_adamw, name), counts_in_groups=True) for name in PACKAGES}}
 
 
-def algorithm_of(backend: str, masters: Sequence[Tensor]) -> Algorithm:
-    """Of --optimizer-backend. `local` is the kernel for fp32 masters on a CUDA device, and torch's AdamW for others."""
-    if backend == "local" and not (masters and takes(*masters) and all(master.dtype == torch.float32 for master in masters)):
+def algorithm_of(backend: str, trained: Sequence[Tensor]) -> Algorithm:
+    """Of --optimizer-backend for these parameters, whose masters are in fp32 at least. `local` is the kernel for fp32 masters on a CUDA
+    device, and torch's AdamW for others: the same on ranks that step none of the pieces of parameters which they share."""
+    if backend == "local" and not (trained and takes(*trained)):
         return adamw
     return BACKENDS[backend]
