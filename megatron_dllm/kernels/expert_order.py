@@ -10,10 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .dependent_launch import after_last
 from .launch import next_power_of_2
 
 CHUNK = 2048  # choices at a time
 BLOCK = 64  # choices of a block, each of which is compared with each
+BLOCKS = 256  # whose counts are added up at a time
 COUNTED = 1024  # choices of a block that are only counted
 # Each program of the one launch reads all choices. An H200 orders those of 128 experts in one launch or in three, which have two gaps more:
 # 2048 in 4.1 or 6.3 us, 8192 in 10.2 or 7.3, 10240 in 12.5 or 7.8, 40960 in 46.5 or 15.0.
@@ -58,8 +60,9 @@ def _count_blocks(indices, of_blocks, num_slots, NUM_EXPERTS: tl.constexpr, POWE
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
-def _add_up_blocks(of_blocks, totals, num_blocks, POWER: tl.constexpr, CHUNK: tl.constexpr):
+def _add_up_blocks(of_blocks, totals, num_blocks, POWER: tl.constexpr, CHUNK: tl.constexpr, DEPENDENT: tl.constexpr = False):
     """A program an expert: of_blocks becomes the number in the blocks before; totals [POWER] that in all of them."""
+    after_last(DEPENDENT)
     before = 0
     for start in range(0, num_blocks, CHUNK):
         block = start + tl.arange(0, CHUNK)
@@ -99,7 +102,7 @@ def expert_order(indices: Tensor, num_experts: int, num_rows: int | None = None)
         of_blocks = torch.empty(num_blocks, power, dtype=torch.int32, device=indices.device)
         totals, known = of_blocks.new_empty(power), {"NUM_EXPERTS": num_experts, "POWER": power, "BLOCK": BLOCK}
         _count_blocks[(num_blocks,)](indices, of_blocks, indices.numel(), **known, num_warps=4)
-        _add_up_blocks[(power,)](of_blocks, totals, num_blocks, POWER=power, CHUNK=256, num_warps=2)
+        _add_up_blocks[(power,)](of_blocks, totals, num_blocks, POWER=power, CHUNK=BLOCKS, num_warps=2)
         _place_blocks[(num_blocks,)](indices, of_blocks, totals, slot, row, counts, indices.numel(), rows, **known, num_warps=4)
         return slot, row, counts
     _order[(num_experts + (num_rows is not None),)](

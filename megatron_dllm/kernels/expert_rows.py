@@ -15,14 +15,13 @@ import triton.language as tl
 from torch import Tensor
 
 from .dependent_launch import after_last, dependent
+from .expert_order import BLOCK, BLOCKS, _add_up_blocks
 from .grouped_gemm import ENTRY, RowTiles
 from .launch import next_power_of_2
 
 LEAST_CHUNK = 256  # choices at a time, at least
 # In one launch: an H200 took 19.5 us for 16384 choices of 128 experts, in three 6.4.
 MOST_CHOICES = 4096
-BLOCK = 64  # choices of a block, each of which is compared with each
-BLOCKS = 256  # whose counts are added up at a time
 
 
 @dataclass(frozen=True)
@@ -76,20 +75,6 @@ def _count_blocks(indices, of_blocks, num_choices, POWER: tl.constexpr, BLOCK: t
     tl.store(of_blocks + tl.program_id(0) * POWER + tl.arange(0, POWER), tl.histogram(chosen, POWER, mask=at < num_choices))
 
 
-@triton.jit(do_not_specialize=["num_blocks"])
-def _add_up_blocks(of_blocks, totals, num_blocks, POWER: tl.constexpr, BLOCKS: tl.constexpr, DEPENDENT: tl.constexpr):
-    """of_blocks becomes the number in the blocks before; totals [POWER] that in all of them."""
-    after_last(DEPENDENT)
-    before = 0
-    for start in range(0, num_blocks, BLOCKS):
-        block = start + tl.arange(0, BLOCKS)
-        place, inside = of_blocks + block * POWER + tl.program_id(0), block < num_blocks
-        counts = tl.load(place, mask=inside, other=0)
-        tl.store(place, before + tl.cumsum(counts, 0) - counts, mask=inside)
-        before += tl.sum(counts, 0)
-    tl.store(totals + tl.program_id(0), before)
-
-
 @triton.jit(do_not_specialize=["num_choices"])
 def _place_blocks(indices, of_blocks, totals, row, token, table, number, starts, num_choices, CHOICES: tl.constexpr,
                   NUM_EXPERTS: tl.constexpr, POWER: tl.constexpr, BLOCK: tl.constexpr, HEIGHT: tl.constexpr, ENTRY: tl.constexpr,
@@ -133,7 +118,7 @@ def expert_rows(indices: Tensor, num_experts: int, height: int) -> ExpertRows:
         blocks = triton.cdiv(count, BLOCK)
         of_blocks, totals = row.new_empty(blocks, power), row.new_empty(power)
         _count_blocks[(blocks,)](indices, of_blocks, count, POWER=power, BLOCK=BLOCK, num_warps=4, **on)
-        _add_up_blocks[(power,)](of_blocks, totals, blocks, POWER=power, BLOCKS=BLOCKS, num_warps=2, **on)
+        _add_up_blocks[(power,)](of_blocks, totals, blocks, POWER=power, CHUNK=BLOCKS, num_warps=2, **on)
         _place_blocks[(blocks,)](indices, of_blocks, totals, row, token, table, number, starts, count, BLOCK=BLOCK, num_warps=4, **sizes,
                                  **on)
     else:
