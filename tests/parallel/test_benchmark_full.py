@@ -1,6 +1,9 @@
-"""The suite full of tools/benchmark.py on two gloo ranks: adapters on a long document, beside one device."""
+"""The suite full of tools/benchmark.py on two gloo ranks: adapters on a long document, beside one device; what it does where it hangs."""
 import argparse
+import os
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -30,3 +33,30 @@ def test_loss_is_that_of_one_device(world):
     (lines, missed), _ = world.run(steps, None, size=2)
     assert missed == 0, lines
     assert [line.split("  ")[0] for line in lines[1:]] == ["lora long, one device", "cp2, lora, long"]
+
+
+def suite(hang, *, seconds, case_seconds):
+    """(what the suite prints, seconds that it took) with two ranks and four cases that measure nothing."""
+    start = time.monotonic()
+    command = [sys.executable, str(Path(__file__).with_name("hanging_suite.py")), "--suite", "full", "--toy", "--processes", "2",
+               "--cases", "cp2", "mHC 4", "--seconds", str(seconds), "--case-seconds", str(case_seconds)]
+    done = subprocess.run(command, env={**os.environ, "HANG": hang}, capture_output=True, text=True, timeout=280)
+    return done.stdout, time.monotonic() - start
+
+
+@pytest.mark.slow
+def test_what_hangs_is_told_with_every_ranks_stack_and_others_go_on():
+    output, _ = suite("cp2, lora, long|the end", seconds=240, case_seconds=6)
+    of_case, of_end = output[output.index("FAILED cp2, lora, long"):].split("all ran, but their processes did not end by themselves")
+    assert "rank 0:\n" in of_case and "in barrier" in of_case and "rank 1:\n" in of_case and "in hang_forever" in of_case
+    assert "rank 1:\n" in of_end and "in hang_forever" in of_end and "in leave" in of_end
+    table = output.splitlines()[-5:]
+    assert [line.split("  ")[0] for line in table[1:]] == ["lora long, one device", "cp2, lora, long", "mhc, one device", "pp2 vpp2, mHC 4"]
+    assert [line.endswith("NOT MEASURED") for line in table] == [False, False, True, False, False] and table[-1].endswith("ok")
+
+
+@pytest.mark.slow
+def test_it_ends_in_time_with_its_table():
+    output, took = suite("cp2, lora, long", seconds=25, case_seconds=200)
+    assert took < 27.0
+    assert "the time is over, in " in output and output.splitlines()[-1].endswith("NOT MEASURED")

@@ -10,22 +10,24 @@ of "one device" give the loss of the whole batch, forward alone. With fewer rank
     exposed     share of a step in which something is sent and nothing else runs (rank 0; CUDA)
     beside one  the first loss's relative distance from one device's; predicted: milliseconds, by tools/plan.py
 
-Starts its processes itself, and again after a case that failed or took too long; under torchrun it uses those that it is given.
+Starts its processes itself, and again after a case that failed or took too long, whose processes tell their stacks; under torchrun it uses
+those that it is given. However it goes, the table of what there is comes last, and in time.
 
 usage: python tools/benchmark.py --suite full --processes 8        (4 with --toy, for this machine's CPU)
 """
 from __future__ import annotations
 
 import argparse
-import faulthandler
 import gc
 import json
+import os
 import statistics
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -50,9 +52,12 @@ from .exposed import exposure, profile
 from .full_cases import Case, Size, cases
 from .scaling import RandomRows
 from .workload import DeviceNormal, calm, release_memory
-from .worlds import run_parts
+from .worlds import Watch, run_parts, stack_file
 
 TIMEOUT_MINUTES = 2.0
+END_SECONDS = 15.0  # for processes to let go of their groups, when all is measured
+TABLE_SECONDS = 10.0  # of --seconds: kept for ending what has not ended, and for the table with its predictions
+SCRIPT = Path(__file__).resolve().parents[1] / "benchmark.py"
 AGREE = {True: 1e-5, False: 2e-3}  # relative difference of first losses: of the toy's in fp32, of those in bf16
 WARMUP = 3  # steps: of a CUDA graph the first is a call, the second is recorded
 
@@ -88,28 +93,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--long-length", type=int, default=None, metavar="N", help="Tokens of the document; 100096, with --toy 512.")
     parser.add_argument("--cases", nargs="*", metavar="TEXT", help="Those whose name has one of these texts.")
     parser.add_argument("--repeats", type=int, default=5, help="Timed steps of each case.")
-    parser.add_argument("--seconds", type=float, default=520.0, help="End the processes that the suite has started after so long in all.")
+    parser.add_argument("--seconds", type=float, default=520.0, help="So long in all, start and table included; what is left is not run.")
     parser.add_argument("--case-seconds", type=float, default=90.0, help="End the processes of a case that takes longer.")
-    # Of processes that the suite has started: the first case to run, and where to put what was measured.
+    # Of processes that the suite has started: the first case to run, where to put what was measured, and when they end.
     parser.add_argument("--part", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--results", type=Path, default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--end", type=float, default=None, help=argparse.SUPPRESS)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print each case as it ends and the table last; the number of cases that failed or whose loss is not one device's."""
-    ranks = launched()[1]
+    rank, ranks = launched()
+    if arguments.end is None:
+        arguments.end = arguments.begun + arguments.seconds - TABLE_SECONDS
     if ranks > 1:
         results = run_in_world(chosen(ranks, arguments), arguments)
-        if launched()[0] > 0 or arguments.results is not None:
-            return 0
+        if rank > 0 or arguments.results is not None:
+            leave(0)
     else:
         ranks = arguments.processes or (4 if arguments.toy else torch.cuda.device_count())
         if ranks < 2:
             raise SystemExit("error: the suite full shares the model over several GPUs; set --processes, or --toy")
         results = start_worlds(ranks, arguments)
     lines, missed = table(chosen(ranks, arguments), {result.case: result for result in results}, arguments.toy)
-    print("\n".join(lines))
+    print("\n".join(lines), flush=True)
+    if launched()[1] > 1:
+        leave(missed)
     return missed
+
+
+def leave(missed: int) -> NoReturn:
+    """End this process of a world. Its groups are let go of under the watch that `run_in_world` has set; what destructors would do later,
+    beyond any watch, is the operating system's."""
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1 if missed else 0)
 
 
 def chosen(ranks: int, arguments: argparse.Namespace) -> list[Case]:
@@ -123,41 +142,41 @@ def chosen(ranks: int, arguments: argparse.Namespace) -> list[Case]:
 
 def start_worlds(ranks: int, arguments: argparse.Namespace) -> list[Result]:
     """Run the cases in processes started for them."""
-    end = time.monotonic() + arguments.seconds
-    script = str(Path(__file__).resolve().parents[1] / "benchmark.py")
     own = [word for name in ("layers", "seq_length", "long_length") if (value := getattr(arguments, name)) is not None
            for word in (f"--{name.replace('_', '-')}", str(value))]
 
     def command(part: int, path: Path) -> list[str]:
-        return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--standalone", "--", script,
+        return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--standalone", "--", str(SCRIPT),
                 "--suite", "full", "--part", str(part), "--results", str(path), "--repeats", str(arguments.repeats), *own,
-                "--seconds", str(end - time.monotonic()), "--case-seconds", str(arguments.case_seconds),
+                "--end", str(arguments.end), "--case-seconds", str(arguments.case_seconds),
                 *(["--toy"] if arguments.toy else []), *([] if arguments.cases is None else ["--cases", *arguments.cases])]
 
-    found = run_parts([case.name for case in chosen(ranks, arguments)], command, end)
+    found = run_parts([case.name for case in chosen(ranks, arguments)], command, arguments.end)
     return [Result(**{**values, "losses": tuple(values["losses"])}) for values in found]
 
 
 def run_in_world(todo: Sequence[Case], arguments: argparse.Namespace) -> list[Result]:
     """The cases in turn from --part on, on the processes that there are; what was measured, complete on rank 0.
 
-    A case that fails on a rank ends its process, and torchrun the others: they would wait for it.
+    A case that fails on a rank ends its process, and torchrun the others: they would wait for it. What hangs ends itself, here or later:
+    the processes stay under watch until they end.
     """
-    start = time.monotonic()
+    start, rank = time.monotonic(), launched()[0]
+    watch = Watch(arguments.end, None if arguments.results is None else stack_file(arguments.results, rank))
+    watch.allow(arguments.case_seconds)
     torch.set_num_threads(1)
     base = initialize(ParallelConfig(), device="cpu" if arguments.toy else "cuda", timeout_minutes=TIMEOUT_MINUTES)
     contexts: dict[tuple[ParallelConfig, int], ParallelContext] = {}
     results: list[Result] = []
     for case in todo[arguments.part:]:
-        faulthandler.dump_traceback_later(arguments.case_seconds, exit=True)
+        watch.allow(arguments.case_seconds)
         result = run_case(case, base, contexts, arguments)
-        faulthandler.cancel_dump_traceback_later()
         if result is not None:
             results.append(result)
             print(f"{time.monotonic() - start:4.0f} s  {result}", flush=True)
             if arguments.results is not None:
                 arguments.results.write_text(json.dumps([asdict(one) for one in results]), encoding="utf-8")
-    dist.destroy_process_group()
+    watch.allow(END_SECONDS)
     return results
 
 
@@ -276,7 +295,7 @@ def table(todo: Sequence[Case], results: dict[str, Result], toy: bool) -> tuple[
     for case in todo:
         r, one = results.get(case.name), results.get(case.reference or "")
         if r is None:
-            rows.append((case.name, *["-"] * (len(COLUMNS) - 2), "FAILED"))
+            rows.append((case.name, *["-"] * (len(COLUMNS) - 2), "NOT MEASURED"))
             missed += 1
             continue
         seconds = r.step_ms * r.ranks / 1e3
