@@ -66,15 +66,16 @@ def test_elements_of_the_released_model():
 
 @pytest.mark.parametrize("one", MEASURED, ids=lambda one: one.what)
 def test_plans_are_near_what_was_measured(one):
-    """Time within 25 %, memory within 20 %."""
+    """Time within a quarter, or told to be further off; memory within 20 %."""
     assert not config.validate(one.run(), world_size=one.gpus)
     ms, gib = one.planned()
-    assert ms == pytest.approx(one.ms, rel=0.25) and (one.gib is None or gib == pytest.approx(one.gib, rel=0.20))
+    assert (ms == pytest.approx(one.ms, rel=full.FAR)) == (not one.far) and (one.gib is None or gib == pytest.approx(one.gib, rel=0.20))
 
 
 @pytest.mark.parametrize(("flags", "rows", "canvases", "taken"), [
     ("", 1, 1, "apart"), ("", 4, 1, "shared"), ("", 1, 8, "apart"), ("--draft-pass shared", 1, 1, "shared"),
-    ("--context-parallel-size 2", 1, 1, "shared"), ("--draft-pass apart", 4, 1, "apart")])
+    ("--context-parallel-size 2", 1, 1, "shared"), ("--draft-pass apart", 4, 1, "apart"),
+    ("--expert-model-parallel-size 2", 1, 1, "shared")])
 def test_drafts_are_made_as_the_trainer_would(flags, rows, canvases, taken):
     words = ("--preset diffusiongemma-26b-a4b --data-source sudoku --train-iters 1 --bf16 --self-conditioning-prob 1 --seq-length 1024 "
              f"{flags}")
@@ -144,9 +145,9 @@ def test_given_layout_that_is_not_legal_is_refused():
         layouts.run(arguments)
 
 
-def time_of(flags: str, gpus: int = 2) -> timing.StepTime:
+def time_of(flags: str, gpus: int = 2, host: float = 1.0) -> timing.StepTime:
     run = config.parse([*TOY, "--global-batch-size", "2", *flags.split()])
-    return layouts.plan(run, layouts.Machine(gpus)).time
+    return layouts.plan(run, layouts.Machine(gpus, host=host)).time
 
 
 def test_parts_of_a_step():
@@ -156,14 +157,18 @@ def test_parts_of_a_step():
     assert spread.launches > alone.launches / 2 and spread.communication > 0 < spread.gradients + spread.beside
     graphs = time_of("--expert-model-parallel-size 2 --moe-token-dispatcher-type deepep --moe-max-tokens-per-rank 9 "
                      "--cuda-graph-impl local")
+    deepep = time_of("--expert-model-parallel-size 2 --moe-token-dispatcher-type deepep")
+    assert alone.launches / 2 < deepep.launches < spread.launches
+    slower = time_of("--expert-model-parallel-size 2 --moe-token-dispatcher-type deepep", host=1.3)
+    assert slower.launches == pytest.approx(1.3 * deepep.launches) and slower.compute == deepep.compute
     assert graphs.launches == graphs.beside == 0 and graphs.gradients == pytest.approx(spread.gradients + spread.beside)
     assert graphs.total == pytest.approx(graphs.compute + graphs.communication + graphs.gradients + graphs.optimizer)
     assert graphs.exposed == pytest.approx((graphs.communication + graphs.gradients) / graphs.total)
     anew = time_of("--expert-model-parallel-size 2 --recompute-granularity full --no-moe-recompute-replay")
     again = time_of("--expert-model-parallel-size 2 --recompute-granularity full")
-    assert anew.launches > again.launches == pytest.approx(spread.launches * 4 / 3)
+    assert anew.launches > again.launches == pytest.approx(spread.launches * timing.RECOMPUTED_LAUNCHES)
     apart = time_of("--expert-model-parallel-size 2 --draft-pass apart")
-    assert apart.launches == pytest.approx(spread.launches * 4 / 6) and apart.compute < spread.compute
+    assert apart.launches == pytest.approx(spread.launches * 0.8) and apart.compute < spread.compute
     assert time_of("--draft-pass apart", 1).compute > alone.compute  # clean tokens go forward twice
 
 

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 
 from benchmarking.full_cases import Case, Size, cases
 
-from planning.layouts import GIB, Machine, plan
+from planning.layouts import GIB, Machine, add_host_argument, plan
 from planning.measured import MEASURED
 
+FAR = 0.25  # of what was measured
 HEADER = ("case", "s/step", "tokens/s a GPU", "TFLOP/s a GPU", "GiB", "exposed", "work", "sent", "host", "bubble", "sums", "AdamW")
 
 
@@ -23,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, default=None, metavar="N", help="as the suite's")
     parser.add_argument("--seq-length", type=int, default=None, metavar="N", help="as the suite's")
     parser.add_argument("--long-length", type=int, default=None, metavar="N", help="as the suite's")
+    add_host_argument(parser)
     parser.add_argument("--commands", action="store_true", help="then what starts each case by itself")
     parser.add_argument("--measured", action="store_true", help="compare with what was measured instead")
 
@@ -31,17 +33,18 @@ def run(arguments: argparse.Namespace) -> int:
     """Print a table."""
     if arguments.measured:
         print(markdown(measured_rows()))
+        print("".join(f"\nfar off: {one.what}: {one.far}" for one in MEASURED if one.far))
         return 0
     size = Size.of(False, arguments.layers, arguments.seq_length, arguments.long_length)
     trained = [case for case in cases(arguments.num_gpus, size) if case.trains]
-    print(markdown([HEADER, *map(predicted_row, trained)]))
+    print(markdown([HEADER, *(predicted_row(case, arguments.host) for case in trained)]))
     if arguments.commands:
         print("\n".join(f"\n{case.name}:\n{case.command()}" for case in trained))
     return 0
 
 
-def predicted_row(case: Case) -> tuple[str, ...]:
-    found = plan(case.run(False), Machine(case.ranks))
+def predicted_row(case: Case, host: float) -> tuple[str, ...]:
+    found = plan(case.run(False), Machine(case.ranks, host=host))
     time = found.time
     parts = (f"{part:.0f}" for part in (time.compute, time.communication, time.launches))
     return (case.name, f"{time.total / 1e3:.3f}", f"{found.tokens_per_second:,.0f}", f"{found.tflops:.0f}", f"{found.bytes / GIB:.1f}",

@@ -24,10 +24,14 @@ TRAINED_BYTES, FROZEN_BYTES, REPEATED_BYTES = 16, 10, 2
 APART_BYTES = 2  # that are not read where drafts are made beforehand, and so all has one backward
 # What residual streams add to a layer's work at n = 4, by CUDA graphs on one H200: 118.1 ms beside 110.0 for 6 layers with the head.
 STREAMS_SHARE = 0.10
-# Milliseconds in which the host starts a layer's forward and backward for one microbatch, without graphs. One H200: adapters on 30 layers
-# 13 at 1 x 1024, all weights of 6 and 12 layers 14 to 18. Two H200s, beyond that: experts over ranks (22 in all, with and without deepep),
-# 4 where a recompute exchanges layouts anew, tensor parallelism (24 in all, for 36 with what is waited for), residual streams (0.5 to 8).
-LAUNCH_MS_PER_LAYER, DISPATCH_LAUNCH_MS, ANEW_LAUNCH_MS, TENSOR_LAUNCH_MS, STREAMS_LAUNCH_MS = 16.0, 6.0, 4.0, 6.0, 3.0
+# Milliseconds in which the host starts a layer's forward and backward for one microbatch, without graphs, on the faster of the hosts that
+# were measured (`Machine.host` says how much slower another is). One H200: adapters on 30 layers 13 at 1 x 1024, all weights of 6 and 12
+# layers 14 to 18. Two H200s, beyond that: experts over ranks by deepep (22 in all) and by alltoall, whose sizes the host waits for (26); 4
+# where a recompute exchanges layouts anew; tensor parallelism (34 in all, with experts by alltoall); residual streams (0.5 to 8). Full
+# recompute starts the forward again and takes the checkpoint's own time: 32 for 22, 40 for 26.
+LAUNCH_MS_PER_LAYER, DISPATCH_LAUNCH_MS, ALLTOALL_LAUNCH_MS, ANEW_LAUNCH_MS = 16.0, 6.0, 4.0, 4.0
+TENSOR_LAUNCH_MS, STREAMS_LAUNCH_MS = 8.0, 3.0
+RECOMPUTED_LAUNCHES = 1.45
 MEASURED_ON = "H200"
 COPY_TB_PER_S = 4.26
 # Bytes that AdamW reads and writes for an element: master, two moments, the fp32 gradient, the 16-bit copy; and the rate at which it does.
@@ -38,10 +42,10 @@ NVLINK_GB_PER_S, NETWORK_GB_PER_S = 250.0, 40.0
 # Milliseconds of one dispatch or combine of few tokens beyond its bytes, and of what the device does more around it: two H200s' graphs of 8
 # layers exposed 2.9 ms of 64 of them, and took 9 ms more than the same work without.
 DISPATCH_MS, ROUTING_MS = 0.03, 0.12
-# Of the host's time for a layer, what is left where drafts are made beforehand, counting a backward as two forwards: two forwards and one
-# backward of three passes instead of two of each; with full recompute one forward less besides. Operations counted on the toy: 0.63 without
-# recompute. Times are not measured.
-APART_LAUNCHES = {None: 4 / 6, "selective": 4 / 6, "full": 5 / 8}
+# Of the host's time for a layer, what is left where drafts are made beforehand: two forwards and one backward of three passes instead of
+# two of each. Without recompute 0.8 on two H200s with alltoall (0.63 of the operations, counted on the toy); with it one forward less
+# besides, which is counted in proportion: not measured.
+APART_LAUNCHES = {None: 0.8, "selective": 0.8, "full": 0.75}
 # Of the device's work of a microbatch, what gradients are summed beside, where neither a graph nor a pipeline runs it.
 HIDDEN_SHARE = 0.3
 # Dense bf16 peaks, to scale the achieved rate to another GPU (an extrapolation); memory in GiB.
@@ -121,7 +125,11 @@ def with_draft_pass(run: RunConfig, canvases: int) -> RunConfig:
     """`run` with the --draft-pass that its microbatches of full rows take on a GPU."""
     if run.training.draft_pass != "auto":
         return run
-    sizes = pass_sizes(token_counts(run, run.training.micro_batch_size, canvases=canvases), canvases)
+    tokens = token_counts(run, run.training.micro_batch_size, canvases=canvases)
+    if run.parallel.expert_model_parallel_size > 1:
+        # Ranks that share experts agree, so that the row whose draft sees most decides for all.
+        tokens = replace(tokens, canvas_prefix=np.full_like(tokens.canvas_prefix, max(run.data.seq_length - run.model.canvas_length, 0)))
+    sizes = pass_sizes(tokens, canvases)
     return replace(run, training=replace(run.training, draft_pass="apart" if chosen_apart(run, sizes) else "shared"))
 
 
@@ -148,18 +156,19 @@ def streams_factor(run: RunConfig) -> float:
     return 1 + STREAMS_SHARE * run.model.mhc_num_residual_streams / 4 if run.model.enable_mhc_connections else 1.0
 
 
-def launch_ms(run: RunConfig, layers: float) -> float:
-    """The host's time for one microbatch of so many layers; graphs are taken to serve every microbatch."""
+def launch_ms(run: RunConfig, layers: float, host: float = 1.0) -> float:
+    """The time, for one microbatch of so many layers, of a host that takes `host` times as long as the faster of those measured; graphs are
+    taken to serve every microbatch."""
     if run.training.cuda_graph_impl != "none":
         return 0.0
     parallel, training = run.parallel, run.training
     spread, recomputes = parallel.expert_model_parallel_size > 1, training.recompute_granularity == "full"
-    a_layer = (LAUNCH_MS_PER_LAYER + DISPATCH_LAUNCH_MS * spread + TENSOR_LAUNCH_MS * (parallel.tensor_model_parallel_size > 1)
-               + STREAMS_LAUNCH_MS * run.model.enable_mhc_connections)
+    a_layer = (LAUNCH_MS_PER_LAYER + DISPATCH_LAUNCH_MS * spread + ALLTOALL_LAUNCH_MS * (spread and run.moe.dispatcher == "alltoall")
+               + TENSOR_LAUNCH_MS * (parallel.tensor_model_parallel_size > 1) + STREAMS_LAUNCH_MS * run.model.enable_mhc_connections)
     if training.draft_pass == "apart":
         a_layer *= APART_LAUNCHES[training.recompute_granularity]
-    # Of forward and backward the forward's launches come a second time under full recompute: a third of them.
-    return layers * (a_layer * (4 / 3 if recomputes else 1) + ANEW_LAUNCH_MS * (spread and recomputes and not run.moe.moe_recompute_replay))
+    anew = ANEW_LAUNCH_MS * (spread and recomputes and not run.moe.moe_recompute_replay)
+    return layers * host * (a_layer * (RECOMPUTED_LAUNCHES if recomputes else 1) + anew)
 
 
 def communication_ms(run: RunConfig, tokens: float, layers: float, edges: float, *, gpus_per_node: int) -> float:

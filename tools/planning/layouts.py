@@ -30,11 +30,13 @@ RECOMPUTE = {
 
 @dataclass(frozen=True)
 class Machine:
-    """So many GPUs of a kind, `gpus_per_node` of them on one host."""
+    """So many GPUs of a kind, `gpus_per_node` of them on one host, which takes `host` times as long to start work as the faster of those
+    that were measured: the other took 1.3 times as long."""
 
     gpus: int
     gpu: str = timing.MEASURED_ON
     gpus_per_node: int = 8
+    host: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--canvases-per-row", type=int, default=1, metavar="N", help="canvases that a row carries, where rows are packed")
     parser.add_argument("--given", action="store_true", help="plan the layout that the flags give, and no other")
     parser.add_argument("--top", type=int, default=10, metavar="N", help="layouts that are shown")
+    add_host_argument(parser)
     parser.add_argument("flags", nargs="+", metavar="FLAGS", help="after --: flags of pretrain_dllm.py; weights are not read")
+
+
+def add_host_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--host", type=float, default=1.0, metavar="TIMES",
+                        help="how long the host takes to start work, beside the faster of two that were measured; the other: 1.3")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -78,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
     base = config.parse(without_weights(arguments.flags))
     gib = arguments.memory_gib or timing.GPUS[arguments.gpu][1]
     candidates = [base] if arguments.given else layouts(base, arguments.num_gpus)
-    legal, machine = [], Machine(arguments.num_gpus, arguments.gpu, arguments.gpus_per_node)
+    legal, machine = [], Machine(arguments.num_gpus, arguments.gpu, arguments.gpus_per_node, arguments.host)
     for candidate in candidates:
         problems = config.validate(candidate, world_size=arguments.num_gpus)
         if not problems:
@@ -174,7 +182,7 @@ def _time(run: RunConfig, predicted: memory.Forecast, counted: StepOperations, m
         stepped += elements / (ranks if parallel.use_distributed_optimizer else 1)
     beside = min(sums, hidden)
     return timing.StepTime(
-        compute, communication, microbatches * timing.launch_ms(run, layers),
+        compute, communication, microbatches * timing.launch_ms(run, layers, machine.host),
         sums - beside + gathers * (not parallel.overlap_param_gather), beside,
         stepped * timing.OPTIMIZER_BYTES / (timing.OPTIMIZER_TB_PER_S * 1e9), predicted.bubble)
 
