@@ -273,21 +273,21 @@ def clear_fresh(total: Tensor, is_fresh: Tensor, squares: Tensor) -> None:
 
 
 def pairs(parts: Sequence[OuterProducts]) -> list[list[OuterProducts]]:
-    """The parts that have rows, two at a time where one launch takes both: their tensors are within 2^40 bytes of each other, the longest
-    stride that the descriptor of both can have."""
+    """The parts that have rows, two at a time where one launch takes both. Where memory lies may not decide: it would decide how the sum of
+    both is rounded, and so whether repeats are bit-equal."""
     found: list[list[OuterProducts]] = []
     for part in parts:
         if len(part.x):
-            if found and len(found[-1]) == 1 and _are_near(found[-1][0], part):
+            if found and len(found[-1]) == 1 and _are_apart(found[-1][0], part):
                 found[-1].append(part)
             else:
                 found.append([part])
     return found
 
 
-def _are_near(one: OuterProducts, other: OuterProducts) -> bool:
-    """Whether one descriptor can hold both: of places that differ, as its axis for the parts has a stride."""
-    return all(0 < abs(_distance(first, second)) < FAR for first, second in ((one.dy, other.dy), (one.x, other.x)))
+def _are_apart(one: OuterProducts, other: OuterProducts) -> bool:
+    """Whether neither has a tensor of the other: a descriptor's axis for the parts has a stride, which is not zero."""
+    return all(_distance(first, second) for first, second in ((one.dy, other.dy), (one.x, other.x)))
 
 
 def _distance(first: Tensor, second: Tensor) -> int:
@@ -310,8 +310,11 @@ def _launch_weight_gradient(parts: Sequence[OuterProducts], tiling: Tiling, grad
 
 def _parts_descriptor(parts: Sequence[Tensor], depth: int, columns: int) -> tuple[TensorDescriptor, int]:
     """(a ragged descriptor of one or two matrices [., C], which of them is the first). Two stand in one descriptor as if they were parts of
-    one tensor: the one that lies higher in memory comes a stride after the other."""
+    one tensor: the one that lies higher in memory comes a stride after the other. No stride is FAR: what lies so far apart is copied."""
     distance = _distance(parts[0], parts[-1])
+    if abs(distance) >= FAR:
+        parts = torch.cat(list(parts)).split([len(part) for part in parts])
+        distance = _distance(parts[0], parts[-1])
     low = parts[0] if distance >= 0 else parts[-1]
     stride, apart = low.stride(0), abs(distance) // low.element_size()
     # As create_ragged_descriptor makes one, with an axis for the parts.

@@ -204,11 +204,32 @@ def test_pairs(monkeypatch):
     room = torch.zeros(100, 8, dtype=BF16)
     places = slice(0, 2), slice(50, 53), slice(90, 91), slice(5, 5)
     first, second, third, none = (OuterProducts(room[place], room[place], None) for place in places)
-    monkeypatch.setattr(grouped_gemm, "FAR", 50 * 16 + 1)
-    assert pairs([first, none, second, third]) == [[first, second], [third]]
-    monkeypatch.setattr(grouped_gemm, "FAR", 50 * 16)
-    assert pairs([first, second, third]) == [[first], [second, third]], "no stride reaches from the first to the second"
+    for far in (grouped_gemm.FAR, 1):
+        monkeypatch.setattr(grouped_gemm, "FAR", far)
+        assert pairs([first, none, second, third]) == [[first, second], [third]], "where memory lies decides nothing"
+    same = OuterProducts(room[places[1]], room[places[0]], None)
+    assert pairs([first, same, third]) == [[first], [same, third]], "parts of one tensor"
     assert pairs([none]) == []
+
+
+@DEVICES
+def test_parts_that_lie_far_apart_give_the_same_bits(monkeypatch, device):
+    need_kernels(device)
+    from megatron_dllm.kernels import grouped_gemm
+    from megatron_dllm.kernels.grouped_gemm import OuterProducts, Tiling, add_weight_gradient, pairs, place_tiles
+
+    tiling, numbers, gradients = Tiling(64, 64, 16, 4, 2), ((0, 3, 41, 0), (17, 0, 9, 0)), []
+    parts = []
+    for counts in numbers:
+        dy, x = (draw(sum(counts), width, dtype=BF16, device=device, grad=False) for width in (HIDDEN, INNER))
+        parts.append(OuterProducts(dy, x, place_tiles(torch.tensor(counts, device=device), len(x), tiling.rows)))
+    for far in (grouped_gemm.FAR, 1):
+        monkeypatch.setattr(grouped_gemm, "FAR", far)
+        total = draw(4, HIDDEN, INNER, dtype=torch.float32, device=device, grad=False)
+        for pair in pairs(parts):
+            add_weight_gradient(pair, tiling, total, torch.zeros(1, dtype=torch.int32, device=device))
+        gradients.append(total)
+    assert torch.equal(*gradients)
 
 
 @DEVICES
