@@ -3,7 +3,8 @@
 #
 # From the environment, checked before anything starts:
 #   MODEL=DIR      a transformers directory of the model, where the recipe starts from one
-#   MODEL=random   20 steps on random weights of its shape and, without DATA, generated conversations: to try memory and speed
+#   MODEL=random   20 steps on random weights of its shape and, without DATA, generated conversations: to try memory and speed; logs and
+#                  metrics go to SAVE, no checkpoint: of 26 billion weights, all trained, one has 350 GB
 #   DATA=PATH      a file of conversations or the prefix of a token file, as the recipe says; toy scale makes its own
 #   SAVE=DIR       directory of the run; a run that is there already goes on
 #   SCALE=toy      the same recipe on this machine's CPU in about a minute: a toy model, generated data, 20 steps
@@ -91,11 +92,12 @@ generate_data() {  # generate_data chat|text|passkey ARGUMENTS...: sets DATA to 
 
 if [ "$SCALE" = full ] && [ "${MODEL:-}" = random ]; then generate_data chat 700; fi
 
-with_random_weights() {  # with_random_weights WORDS...: leaves in `arguments` the words without those that name the model's files
+with_random_weights() {  # with_random_weights WORDS...: leaves in `arguments` the words without those of the model's files and of checkpoints
   arguments=()
   while [ $# -gt 0 ]; do
     case $1 in
-      --pretrained-checkpoint | --tokenizer-type | --tokenizer-model | --num-epochs) shift ;;
+      --pretrained-checkpoint | --tokenizer-type | --tokenizer-model | --num-epochs | --save-interval) shift ;;
+      --async-save) ;;
       *) arguments+=("$1") ;;
     esac
     shift
@@ -129,9 +131,13 @@ run_recipe() {  # run_recipe FLAGS...: start all arrays' flags and then these
   for name in MODEL_ARGS DATA_ARGS OBJECTIVE_ARGS PARALLEL_ARGS TRAINING_ARGS OPTIMIZER_ARGS LOGGING_ARGS COURSE_ARGS; do
     eval "arguments+=(\${$name[@]+\"\${$name[@]}\"})"
   done
-  if [ "$SCALE" = full ] && [ "${MODEL:-}" = random ]; then with_random_weights "${arguments[@]}"; fi
-  # A checkpoint that is there is gone on from; where there is none, the run starts anew.
-  arguments+=(--save "$SAVE" --load "$SAVE" "$@")
+  if [ "$SCALE" = full ] && [ "${MODEL:-}" = random ]; then
+    with_random_weights "${arguments[@]}"
+    arguments+=(--run-dir "$SAVE" "$@")
+  else
+    # A checkpoint that is there is gone on from; where there is none, the run starts anew.
+    arguments+=(--save "$SAVE" --load "$SAVE" "$@")
+  fi
   [ $((PROCESSES % nodes)) -eq 0 ] || stop "PROCESSES=$PROCESSES do not divide over NODES=$nodes"
   case ${LAUNCH:-} in
     rank) ;;  # srun has started this process as one rank

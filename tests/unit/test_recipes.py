@@ -169,3 +169,5 @@ def test_recipe_on_random_weights_names_no_files_of_a_model(tmp_path):
     assert not (problems := config.validate(run, world_size=1)), config.format_problems(problems)
     assert run.model.num_layers == 30 and run.checkpoint.pretrained_checkpoint is None and run.training.train_iters == 20
     assert run.data.data_path == (str(tmp_path / "run" / "data" / "chat.jsonl"),) and not run.training.use_cpu_initialization
+    # A checkpoint of the whole model would be larger than most disks.
+    assert run.checkpoint.save is None is run.checkpoint.load and run.logging.run_dir == str(tmp_path / "run")
