@@ -20,14 +20,12 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import statistics
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -52,10 +50,9 @@ from .exposed import exposure, profile
 from .full_cases import Case, Size, cases
 from .scaling import RandomRows
 from .workload import DeviceNormal, calm, release_memory
-from .worlds import Watch, run_parts, stack_file
+from .worlds import END_SECONDS, Watch, leave, run_parts, stack_file
 
 TIMEOUT_MINUTES = 2.0
-END_SECONDS = 15.0  # for processes to let go of their groups, when all is measured
 TABLE_SECONDS = 10.0  # of --seconds: kept for ending what has not ended, and for the table with its predictions
 SCRIPT = Path(__file__).resolve().parents[1] / "benchmark.py"
 AGREE = {True: 1e-5, False: 2e-3}  # relative difference of first losses: of the toy's in fp32, of those in bf16
@@ -109,6 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
     if ranks > 1:
         results = run_in_world(chosen(ranks, arguments), arguments)
         if rank > 0 or arguments.results is not None:
+            dist.destroy_process_group()
             leave(0)
     else:
         ranks = arguments.processes or (4 if arguments.toy else torch.cuda.device_count())
@@ -118,17 +116,9 @@ def run(arguments: argparse.Namespace) -> int:
     lines, missed = table(chosen(ranks, arguments), {result.case: result for result in results}, arguments.toy)
     print("\n".join(lines), flush=True)
     if launched()[1] > 1:
-        leave(missed)
+        dist.destroy_process_group()
+        leave(1 if missed else 0)
     return missed
-
-
-def leave(missed: int) -> NoReturn:
-    """End this process of a world. Its groups are let go of under the watch that `run_in_world` has set; what destructors would do later,
-    beyond any watch, is the operating system's."""
-    dist.destroy_process_group()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(1 if missed else 0)
 
 
 def chosen(ranks: int, arguments: argparse.Namespace) -> list[Case]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -39,10 +40,11 @@ from megatron_dllm.training.step import forward_backward
 
 from .exposed import exposure, profile
 from .workload import FIRST_TOKEN, DeviceNormal, Gradients, measure_ranks, real_width, toy_width
-from .worlds import run_parts
+from .worlds import END_SECONDS, Watch, leave, run_parts, stack_file
 
 SIX = ["sliding"] * 5 + ["full"]
 TIMEOUT_MINUTES = 2.0
+CASE_SECONDS = 150.0
 AGREE = {torch.bfloat16: 2e-3, torch.float32: 1e-5}  # relative difference of losses
 
 
@@ -133,9 +135,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=5, help="Timed steps of each row.")
     parser.add_argument("--seconds", type=float, default=900.0, help="End the processes that the suite has started after so long in all.")
     parser.add_argument("--markdown", type=Path, default=None, metavar="FILE", help="Write the table there, for a page of documentation.")
-    # Of processes that the suite has started: the first row to run, and where to put what was measured.
+    # Of processes that the suite has started: the first row to run, where to put what was measured, and when they end.
     parser.add_argument("--part", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--results", type=Path, default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--end", type=float, default=math.inf, help=argparse.SUPPRESS)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -146,47 +149,56 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         results, printing = start_worlds(cases, arguments), True
     if not printing:
-        return 0
+        dist.destroy_process_group()
+        leave(0)
     header, rows, missed = table(cases, results, arguments.toy)
     print("\n".join(" ".join(f"{cell:>{width}}" if place > 1 else f"{cell:{width}}" for place, (cell, width) in enumerate(zip(
         row, WIDTHS, strict=True))) for row in (header, *rows)))
     if arguments.markdown is not None:
         lines = [header, ["---"] * len(header), *rows]
         arguments.markdown.write_text("\n".join(f"| {' | '.join(row)} |" for row in lines) + "\n", encoding="utf-8")
+    if launched()[1] > 1:
+        dist.destroy_process_group()
+        leave(1 if missed else 0)
     return missed
 
 
 def start_worlds(cases: Sequence[Case], arguments: argparse.Namespace) -> dict[str, Result]:
     """Run the cases in processes started for them; after a case that ended them others go on with the next."""
     script = str(Path(__file__).resolve().parents[1] / "benchmark.py")
+    end = time.monotonic() + arguments.seconds
 
     def command(part: int, path: Path) -> list[str]:
         return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(max(case.ranks for case in cases)), "--standalone",
-                "--", script, "--suite", "scaling", "--repeats", str(arguments.repeats), "--part", str(part), "--results", str(path),
+                "--", script, "--suite", "scaling", "--repeats", str(arguments.repeats), "--end", str(end), "--part", str(part),
+                "--results", str(path),
                 *(["--toy"] if arguments.toy else []), "--rows", *(case.name for case in cases)]
 
     results = {}
-    for values in run_parts([case.name for case in cases], command, time.monotonic() + arguments.seconds):
+    for values in run_parts([case.name for case in cases], command, end):
         kernels = values.pop("kernels")
         results[values["case"]] = Result(**values, kernels=kernels and KernelTimes(**kernels))
     return results
 
 
 def run_in_world(cases: Sequence[Case], arguments: argparse.Namespace) -> dict[str, Result]:
-    """The cases in turn, on the processes that there are; what rank 0 measured."""
+    """The cases in turn, on the processes that there are; what rank 0 measured. They stay under watch until they end."""
+    watch = Watch(arguments.end, None if arguments.results is None else stack_file(arguments.results, launched()[0]))
+    watch.allow(CASE_SECONDS)
     torch.set_num_threads(1)
     base = initialize(ParallelConfig(), device="cpu" if arguments.toy else "cuda", timeout_minutes=TIMEOUT_MINUTES)
     results: dict[str, Result] = {}
     for case in cases[arguments.part:]:
         if case.ranks not in (1, base.world.size):
             raise ValueError(f"{case.name} runs on {case.ranks} processes, this world has {base.world.size}: leave it out of --rows")
+        watch.allow(CASE_SECONDS)
         result = run_case(case, base, arguments)
         if result is not None:
             results[case.name] = result
             print(f"{case.name}: {result.step_ms:.1f} ms, loss {result.loss:.5f}, {result.peak_gib:.1f} GiB, {result.kernels}", flush=True)
             if arguments.results is not None:
                 arguments.results.write_text(json.dumps([asdict(one) for one in results.values()]), encoding="utf-8")
-    dist.destroy_process_group()
+    watch.allow(END_SECONDS)
     return results
 
 

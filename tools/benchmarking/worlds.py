@@ -16,11 +16,12 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 LATE_SECONDS = 2.0  # beyond the end at which processes end by themselves, before they are told to
 STOP_SECONDS = 3.0  # from being told to end to being killed
 STACK_LINES = 40  # shown of a process
+END_SECONDS = 15.0  # for processes to let go of their groups, when all is measured
 
 
 class Watch:
@@ -36,6 +37,13 @@ class Watch:
     def allow(self, seconds: float) -> None:
         """From now on, instead of what was allowed before."""
         faulthandler.dump_traceback_later(max(0.01, min(seconds, self.end - time.monotonic())), exit=True, file=self.file)
+
+
+def leave(status: int) -> NoReturn:
+    """End this process, watched until then: what destructors would do later, beyond any watch, is the operating system's."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def stack_file(results: Path, rank: int) -> Path:
