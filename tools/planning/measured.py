@@ -100,7 +100,7 @@ MEASURED = (
         "ep2 alltoall, no recompute, drafts apart": (253.8, 71.8), "ep2 deepep, no replay": (399.4, 70.7),
         "ep2 deepep, no recompute": (256.5, 72.7), "tp2+sp ep2": (388.7, 66.7), "pp2": (273.1, 80.7), "cp2, lora, long": (400.9, 27.0),
         "pp2 vpp2, mHC 4": (440.7, 72.1)},
-        far={"cp2, lora, long": "one rank waits 0.18 s of 0.45 in transfers of few bytes; why the other one is later is not known"}),
+        far={"cp2, lora, long": "rank 0 is in transfers of few bytes, and in nothing else, for 0.18 of 0.45 s; why is not known"}),
     *(two(f"6 layers, {name}", f"{PP2_SIX} {flags}", ms, gib) for name, flags, ms, gib in (
         ("PP2", PP2, 536, 57.4), ("PP2/VPP2", f"{PP2} --pipeline-model-parallel-layout Et|tt|tt|tL", 606, 57.4),
         ("PP2, mHC 4", f"{PP2} {STREAMS}", 635, None),
