@@ -82,6 +82,28 @@ def drafts_apart_need_whole_rows(draft_pass: str, split: bool, cp: int, pp: int)
                  {"draft_pass": "auto"})  # fmt: skip
 
 
+@check("draft_pass", "tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size",
+       "expert_tensor_parallel_size")
+def joint_backwards_need_one_rank(draft_pass: str, *sizes: int) -> Fault | None:
+    if draft_pass != "joint" or max(sizes) == 1:
+        return None
+    return Fault("two passes have one backward only where a rank has all layers, experts and tokens",
+                 "set --draft-pass auto, or every parallel size but that of data to 1", {"draft_pass": "auto"})  # fmt: skip
+
+
+@check("draft_pass", "recompute_granularity", "transformer_impl", "moe_token_dispatcher_type", "lora_dropout", "lora_rank", "lora_targets",
+       "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_topk", "layer_types")
+def joint_backwards_need_our_layers(draft_pass: str, recompute: str | None, impl: str, dispatcher: str, dropout: float, rank: int | None,
+                                    targets: tuple[str, ...], aux: float, z: float, choices: int, layers: tuple[str, ...]) -> Fault | None:
+    adapts_experts = rank is not None and "experts" in targets
+    is_other = impl != "local" or dispatcher != "alltoall" or choices == 1 or set(layers) - {"sliding", "full"}
+    if draft_pass != "joint" or not (is_other or recompute or dropout or adapts_experts or aux or z):
+        return None
+    return Fault("one backward of two passes joins what attention, experts and norms of our own keep, each of which is kept",
+                 "set --draft-pass auto, or leave out recompute, other packages and dispatchers, dropout, adapters of experts, losses of "
+                 "the router, a single choice of expert and layers of other types", {"draft_pass": "auto"})  # fmt: skip
+
+
 @check("draft_pass", "moe_aux_loss_coeff")
 def drafts_apart_change_a_loss(draft_pass: str, coeff: float) -> Fault | None:
     if draft_pass != "apart" or not coeff:

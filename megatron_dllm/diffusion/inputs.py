@@ -4,6 +4,7 @@ from __future__ import annotations
 from collections.abc import Set
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from ..context_parallel.layout import ContextSplit
 from ..context_parallel.microbatch import SharedMicrobatch
 from ..moe.balance import CANVAS, CLEAN, DRAFT, FILL, RoutedTokens
 from ..transformer.gated_delta_plan import first_runs, second_runs
+from ..transformer.rows import Rows
 from ..transformer.token_pass import LAYER_TYPES, SequenceSplit, TokenPass, token_pass
 from ..transformer.visibility import CLEAN as NO_CANVAS
 from ..transformer.visibility import Visibility
@@ -24,6 +26,7 @@ CPU = torch.device("cpu")
 KEPT_MULTIPLE = 128  # a tile of the attention kernels
 NOISE_BINS = 10  # metrics show the diffusion loss by tenths of the noise level
 MTP_GROUP = 1 + NOISE_BINS
+PassOrder = Literal["shared", "apart", "joint"]  # see training/draft_pass.py
 
 
 @dataclass(frozen=True)
@@ -75,9 +78,22 @@ class DraftInputs:
 
 
 @dataclass(frozen=True)
+class JointInputs:
+    """Two passes that have one backward (see transformer/joint_backward.py).
+
+    rows        int64: where the canvases that have a draft stand in the canvas stream; None: they are all of it
+    places      the same in the first pass
+    """
+
+    rows: Tensor | None
+    places: Rows
+
+
+@dataclass(frozen=True)
 class MicrobatchInputs:
     """See DiffusionGemma.forward. `second_pass` is None when no canvas of the microbatch is self-conditioned, and where drafts are made
-    beforehand (`draft`): then the first pass holds clean tokens and canvases, and is the only one with a gradient."""
+    beforehand (`draft`): then the first pass holds clean tokens and canvases, and is the only one with a gradient. With `joint` all that is
+    scored is scored after both passes, in the places of the first."""
 
     clean: StreamInputs
     canvas: StreamInputs
@@ -90,6 +106,7 @@ class MicrobatchInputs:
     second_scored: Scored | None
     further: FurtherInputs | None = None
     draft: DraftInputs | None = None
+    joint: JointInputs | None = None
 
 
 def to_device(value, device: torch.device):
@@ -98,7 +115,7 @@ def to_device(value, device: torch.device):
 
 
 def microbatch_inputs(streams: Streams, config: ModelConfig, *, dtype: torch.dtype, uniform_null: bool = False,
-                      leave_one_out: bool = False, second_loop: bool = False, drafts_apart: bool = False, mtp_scale: float = 0.1,
+                      leave_one_out: bool = False, second_loop: bool = False, passes: PassOrder = "shared", mtp_scale: float = 0.1,
                       scored_multiple: int = 1, packed: Set[str] = frozenset(),
                       device: torch.device = CPU,
                       split: SequenceSplit = SequenceSplit(),  # noqa: B008 (immutable)
@@ -107,7 +124,8 @@ def microbatch_inputs(streams: Streams, config: ModelConfig, *, dtype: torch.dty
 
     `dtype` is that of loss weights: at least fp32.
     `second_loop`: there is one even if nothing here takes it, because a rank that shares our experts has one.
-    `drafts_apart`: drafts are made beforehand (see DraftInputs). Clean tokens go forward twice; all has its backward at once.
+    `passes`: with "apart" drafts are made beforehand (see DraftInputs): clean tokens go forward twice; all has its backward at once. With
+    "joint" that is so although they go forward once (see JointInputs).
     `scored_multiple`: each pass's scored tokens are filled up to a multiple, by some that weigh nothing.
     `packed`: the layer types whose attention Transformer Engine computes.
     """
@@ -119,40 +137,49 @@ def microbatch_inputs(streams: Streams, config: ModelConfig, *, dtype: torch.dty
     place = {"device": device, "dtype": dtype}
     linear, words = "linear" in config.layer_types, streams.dropout
     canvas_words, draft = None if words is None else words.canvas, None
-    if drafts_apart and kept is not None:
-        assert context_split.size == split.size == 1, "drafts are made beforehand where each rank has all tokens of its rows"
+    assert passes == "shared" or context_split.size == split.size == 1, f"{passes}: a rank has all tokens of its rows"
+    joint = None if passes != "joint" or kept is None else JointInputs(
+        None if again.all() else _tensor(np.flatnonzero(again), device), Rows.of(np.flatnonzero(everyones_drafts), device))
+    if passes == "apart" and kept is not None:
         draft, kept = _draft_inputs(streams, kept["full"], config, packed=packed, **place), None
         canvas_words = None if words is None else np.where(again, words.second, words.canvas)
         again = np.zeros_like(again)
     drafts = np.concatenate([np.zeros(len(clean), bool), again])
     score = partial(_scored, leave_one_out=leave_one_out, multiple=scored_multiple, **place)
     kinds = np.where(np.arange(len(streams.clean)) < len(streams.clean) - streams.num_fill, CLEAN, FILL)[shared.own_clean]
-    # A draft is scored nowhere, its signal has no gradient, and no other token sees it.
-    num_live = len(clean) if len(canvas) and again.all() else None
+    # A draft is scored nowhere, its signal has no gradient, and no other token sees it. (In a joint backward canvases stand there.)
+    num_live = len(clean) if len(canvas) and again.all() and joint is None else None
+    handed_on = None if kept is None or joint else {kind: shared.own_kept(kept[kind]) for kind in LAYER_TYPES}
     canvas_group = 1 + np.minimum((level * NOISE_BINS).astype(np.int64), NOISE_BINS - 1)
     first_pass = token_pass(
         config, dict.fromkeys(LAYER_TYPES, streams.visibility), np.concatenate([clean.positions, canvas.positions]), num_clean=len(clean),
-        kept=kept and {kind: shared.own_kept(kept[kind]) for kind in LAYER_TYPES}, shards=shared.first_pass(), device=device, split=split,
+        kept=handed_on, shards=shared.first_pass(), device=device, split=split,
         routed=_routed(np.concatenate([kinds, np.where(again, DRAFT, CANVAS)]), streams, num_live=num_live, **place),
         runs=first_runs(streams.visibility, None if kept is None else streams.self_conditioned) if linear else None,
         draws=None if words is None else np.concatenate([words.clean[shared.own_clean], canvas_words[shared.own_canvas]]),
-        num_live=num_live, packed=packed)
-    first_scored = score([(clean, np.zeros(len(clean), np.int64), None), (canvas, canvas_group, bonus)], ~drafts)
+        num_live=num_live, packed=packed, replaced=joint and joint.places)
+    first_scored = score([(clean, np.zeros(len(clean), np.int64), None), (canvas, canvas_group, bonus)],
+                         ~drafts if joint is None else np.ones_like(drafts))
     second_pass = second_scored = None
     if kept is not None:
+        if joint:
+            seen = dict.fromkeys(LAYER_TYPES, streams.visibility.of_queries(everyones_drafts))
+        else:
+            seen = {kind: streams.visibility.against_kept(everyones_drafts, kept[kind]) for kind in LAYER_TYPES}
         second_pass = token_pass(
-            config, {kind: streams.visibility.against_kept(everyones_drafts, kept[kind]) for kind in LAYER_TYPES}, canvas.positions[again],
-            num_clean=0, shards=shared.second_pass(kept, streams.self_conditioned), device=device, split=split,
+            config, seen, canvas.positions[again], num_clean=0, shards=shared.second_pass(kept, streams.self_conditioned), device=device,
+            split=split, replaces=joint is not None,
             routed=_routed(np.full(int(again.sum()), CANVAS), streams, **place),
             runs=second_runs(streams.visibility, streams.self_conditioned) if linear else None,
             draws=None if words is None else words.second[shared.own_canvas][again], packed=packed)
-        second_scored = score([(canvas.select(again), canvas_group[again], bonus[again])], np.ones(int(again.sum()), bool))
+        if not joint:
+            second_scored = score([(canvas.select(again), canvas_group[again], bonus[again])], np.ones(int(again.sum()), bool))
     return MicrobatchInputs(
         clean=StreamInputs(_tensor(clean.tokens, device)), canvas=StreamInputs(_tensor(canvas.tokens, device)), uniform_null=uniform_null,
         first_pass=first_pass, first_scored=first_scored, draft_rows=_tensor(np.flatnonzero(drafts), device),
         second_tokens=_tensor(canvas.tokens[again], device), second_pass=second_pass, second_scored=second_scored,
         further=_further(streams, config, mtp_scale, context_split=context_split, split=split, packed=packed, **place)
-        if config.mtp_num_layers else None, draft=draft)
+        if config.mtp_num_layers else None, draft=draft, joint=joint)
 
 
 def _draft_inputs(streams: Streams, seen: np.ndarray, config: ModelConfig, *, packed: Set[str], device: torch.device,

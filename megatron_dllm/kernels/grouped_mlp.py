@@ -50,7 +50,7 @@ class _GroupedMLP(torch.autograd.Function):
         tiles = place_tiles(counts, len(rows), ROWS_TILING.rows)
         hidden, keeps_rows = _to_hidden(rows, gate_up, tiles), ctx.needs_input_grad[1] or up_sink is not None
         ctx.save_for_backward(rows if keeps_rows else None, gate_up, down, hidden, weights, slot, counts)
-        ctx.tiles, ctx.sinks, ctx.live = tiles, (up_sink, down_sink), live
+        ctx.sinks, ctx.live = (up_sink, down_sink), live
         return product(gated_gelu.value(hidden, _weighted(weights, slot)), down, tiles, ROWS_TILING)
 
     @staticmethod
@@ -59,7 +59,10 @@ class _GroupedMLP(torch.autograd.Function):
         needs_rows, needs_up, needs_down, _, up_ticket, down_ticket, _, _, needs_weights, *_ = ctx.needs_input_grad
         up_sink, down_sink = ctx.sinks
         dy = dy.contiguous() if dy.numel() else dy.new_zeros(dy.shape)  # an empty one counts as contiguous whatever its strides
-        tiles = ctx.tiles if ctx.live is None else place_live_tiles(counts, ctx.live.counts, ctx.tiles)
+        # Placed again, in two microseconds: a joint backward has other counts than the forward (transformer/joint_backward.py).
+        tiles = place_tiles(counts, len(hidden), ROWS_TILING.rows)
+        if ctx.live is not None:
+            tiles = place_live_tiles(counts, ctx.live.counts, tiles)
         dactivated = product(dy, down, tiles, ROWS_TILING, transposed=True)
         grads = gated_gelu.gradient(hidden, dactivated, with_value=needs_down or down_sink is not None,
                                     weighted=_weighted(weights, slot, ctx.live))

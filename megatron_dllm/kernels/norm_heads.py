@@ -191,13 +191,15 @@ class _NormHeads(torch.autograd.Function):
         query, key, value = (x if x is None or x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
         outs = tuple(x.new_empty(x.shape) for x in (query, key, key))
         kept = (None, None) if place is None else tuple(key.new_empty(num_kept, *key.shape[1:]) for _ in range(2))
-        num_heads = query.shape[1] + key.shape[1] * (1 if value is None else 2)
-        roots = torch.empty(len(query) * num_heads, dtype=torch.float32, device=query.device)
+        heads = [query.shape[1], *[key.shape[1]] * (1 if value is None else 2)]
+        roots = torch.empty(len(query) * sum(heads), dtype=torch.float32, device=query.device)
         programs, strides, shape = _launch(query, key, value)
         if len(query):
             _forward[programs](query, key, value, query_weight, key_weight, cos, sin, place, *outs, *kept, roots, len(query), eps, *strides,
                                **shape)
-        ctx.save_for_backward(query, key, value, query_weight, key_weight, cos, sin, place, roots)
+        # By tokens, as a joint backward wants them; the first is where all lie.
+        by_token = (part.view(-1, count) for part, count in zip(roots.split([len(query) * count for count in heads]), heads, strict=True))
+        ctx.save_for_backward(query, key, value, query_weight, key_weight, cos, sin, place, *by_token)
         ctx.num_live = len(query) if num_live is None else num_live
         return outs if place is None else (*outs, *kept)
 
@@ -205,6 +207,7 @@ class _NormHeads(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, *douts: Tensor):
         query, key, value, *others = ctx.saved_tensors
+        others = others[:6]
         douts = [dout.contiguous() for dout in douts]
         heads, groups, num_values = query.shape[1], key.shape[1], 0 if value is None else value.shape[1]
         dx = query.new_empty(len(query), heads + groups + num_values, query.shape[2])

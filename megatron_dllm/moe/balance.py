@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..config import MoEConfig
 from ..kernels.tally import ENTROPY_UNITS, Tally
 from ..parallel import ParallelContext, communication
-from .permute import count_values
+from .permute import Permutation, count_values
 
 STREAMS = ("clean", "draft", "canvas")
 PAGE_LAYERS, MOST_PASSES = 32, 16
@@ -37,6 +37,7 @@ class RoutedTokens:
     totals: Tensor
     num_live: int | None = None
     is_draft: bool = False
+    note_routing: Callable[[Tensor, Permutation], None] | None = None
 
     @classmethod
     def of(cls, stream: Tensor, num_counted: int, dtype: torch.dtype, num_live: int | None = None, *,

@@ -81,8 +81,8 @@ class Experts(nn.Module):
         if self.backend == "grouped_mlp":
             return self._by_kernels(rows, counts, weighted)
         assert weighted is None, f"{self.backend} takes no weights of rows"
-        if self.product is grouped_linear and not (self.is_adapted or rows.is_cuda):
-            return _FeedForward.of(rows, self.gate_up, self.down, counts)
+        if self.product in (grouped_linear, looped_linear) and not (self.is_adapted or rows.is_cuda):
+            return _FeedForward.of(rows, self.gate_up, self.down, counts, self.product is grouped_linear)
         hidden = self.gate_up_adapter(self.product(rows, self.gate_up.flatten(1, 2), counts), rows, counts)
         activated = gated_gelu(hidden.unflatten(1, (2, -1)))
         return self.down_adapter(self.product(activated, self.down, counts), activated, counts)
@@ -144,28 +144,44 @@ def _contiguous(grad: Tensor) -> Tensor:
     return grad.contiguous() if grad.numel() else grad.new_zeros(grad.shape)  # an empty one counts as contiguous whatever its strides
 
 
+def _times(rows: Tensor, weight: Tensor, counts: Tensor, grouped: bool) -> Tensor:
+    """[N, out]: rows [N, in] times the matrix [in, out] of each row's expert; of rows after these of all experts zeros, or anything."""
+    if grouped:
+        return F.grouped_mm(rows, weight, offs=counts.cumsum(0).to(torch.int32))
+    return looped_linear(rows, weight.mT, counts)
+
+
+def _outer(grad: Tensor, rows: Tensor, counts: Tensor, grouped: bool) -> Tensor:
+    """[E, out, in]: grad^T rows of each expert, from [N, out] and [N, in]."""
+    if grouped:
+        return F.grouped_mm(grad.t(), rows, offs=counts.cumsum(0).to(torch.int32))
+    lengths = counts.tolist()
+    parts = (x[:sum(lengths)].split(lengths) for x in (grad, rows))
+    return torch.stack([dy.t() @ x for dy, x in zip(*parts, strict=True)])
+
+
 class _FeedForward(PlainFunction):
-    """The feed-forward by grouped_mm in one function, for CPUs, where autograd's nodes take as long as small products.
+    """The feed-forward in one function, by grouped_mm or a loop, for CPUs, where autograd's nodes take as long as small products.
 
     Saved: the inputs, the first product, gelu of its gate, and what the second product reads.
     """
 
     @staticmethod
-    def forward(ctx, rows: Tensor, gate_up: Tensor, down: Tensor, counts: Tensor) -> Tensor:
-        ends = counts.cumsum(0).to(torch.int32)
-        hidden = F.grouped_mm(rows, gate_up.flatten(1, 2).mT, offs=ends).unflatten(1, (2, -1))
+    def forward(ctx, rows: Tensor, gate_up: Tensor, down: Tensor, counts: Tensor, grouped: bool) -> Tensor:
+        hidden = _times(rows, gate_up.flatten(1, 2).mT, counts, grouped).unflatten(1, (2, -1))
         gate, up = hidden.unbind(1)
         activated = F.gelu(gate, approximate="tanh")
         inner = activated * up
-        ctx.save_for_backward(rows, gate_up, down, ends, hidden, activated, inner)
-        return F.grouped_mm(inner, down.mT, offs=ends)
+        ctx.save_for_backward(rows, gate_up, down, counts, hidden, activated, inner)
+        ctx.grouped = grouped
+        return _times(inner, down.mT, counts, grouped)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        rows, gate_up, down, ends, hidden, activated, inner = ctx.saved_tensors
-        wants_rows, wants_gate_up, wants_down, _ = ctx.needs_input_grad
-        grad = _contiguous(grad)
-        of_hidden = gradient_of_gated_gelu(F.grouped_mm(grad, down, offs=ends), hidden, activated).flatten(1)
-        of_rows = F.grouped_mm(of_hidden, gate_up.flatten(1, 2), offs=ends) if wants_rows else None
-        of_gate_up = F.grouped_mm(of_hidden.t(), rows, offs=ends).view_as(gate_up) if wants_gate_up else None
-        return of_rows, of_gate_up, F.grouped_mm(grad.t(), inner, offs=ends) if wants_down else None, None
+        rows, gate_up, down, counts, hidden, activated, inner = ctx.saved_tensors
+        wants_rows, wants_gate_up, wants_down, *_ = ctx.needs_input_grad
+        grad, grouped = _contiguous(grad), ctx.grouped
+        of_hidden = gradient_of_gated_gelu(_times(grad, down, counts, grouped), hidden, activated).flatten(1)
+        of_rows = _times(of_hidden, gate_up.flatten(1, 2), counts, grouped) if wants_rows else None
+        of_gate_up = _outer(of_hidden, rows, counts, grouped).view_as(gate_up) if wants_gate_up else None
+        return of_rows, of_gate_up, _outer(grad, inner, counts, grouped) if wants_down else None, None, None

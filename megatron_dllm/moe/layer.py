@@ -53,6 +53,8 @@ class MoELayer(nn.Module):
         # What is wholly without gradient is never recomputed.
         if not call.is_recompute and (x.requires_grad or weights.requires_grad or self.experts.is_trained):
             call.record(Record.of(self.name, routing.indices, plan, fractions))
+        if tokens is not None and tokens.note_routing is not None:
+            tokens.note_routing(routing.indices, plan.permutation)
         trip = self.dispatcher.trip(plan, weights)
         trip.live = self._live(routing.indices, tokens)
         trip.dispatch(x)

@@ -19,7 +19,7 @@ from ..diffusion.streams import build_streams
 from ..parallel import ParallelContext
 from ..transformer.packed_attention import packed_types
 from ..transformer.token_pass import SequenceSplit
-from .draft_pass import drafts_apart
+from .draft_pass import order_of_passes
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class BatchMaker:
             context_split=ContextSplit.of(self.context, self.run.parallel, objective, model), packed=packed_types(training, model),
             second_loop=together and plan.second_loop(number),
             # An evaluation has no backward, which is what another order would spare work in.
-            drafts_apart=self.stream is Stream.TRAIN and drafts_apart(self.run, plan, number, on_gpu=self.context.device.type == "cuda"))
+            passes=order_of_passes(self.run, plan, number, self.context.device) if self.stream is Stream.TRAIN else "shared")
 
 
 @dataclass(frozen=True)

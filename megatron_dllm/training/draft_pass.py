@@ -2,10 +2,15 @@
 
     shared   [clean ; draft] and [canvas]           backwards of both, in which drafts have no gradient
     apart    [seen ; draft], without gradient, and [clean ; canvas]     one backward
+    joint    [clean ; draft] and [canvas]           one backward, of [clean ; canvas]
 
-`seen` are the clean tokens that drafts see, which so go forward twice. In exchange the backward reads the experts' weights once instead of
-twice. Where tokens are few that is more: 128 experts of 3 x 2816 x 704 numbers are 1.5 GB, which an H200 reads in 0.33 ms, while 768 tokens
-go through the rest of the layer in 0.14 ms. That one backward starts half as many kernels comes on top, and is not counted.
+Joint is the least work, and on a GPU is taken wherever it can be: it has to know what layers keep for their backward (transformer/
+joint_backward.py), so nothing may be computed again, be elsewhere, or be another package's. On a CPU what it does more takes as long as
+what it spares.
+
+Of the others: `seen` are the clean tokens that drafts see, which so go forward twice. In exchange the backward reads the experts' weights
+once instead of twice. Where tokens are few that is more: 128 experts of 3 x 2816 x 704 numbers are 1.5 GB, which an H200 reads in 0.33 ms,
+while 768 tokens go through the rest of the layer in 0.14 ms. That one backward starts half as many kernels comes on top, uncounted.
 
 On a CPU weights are small and starting operations takes the time: a layer's of a backward as long as its products of some dozen tokens. And
 drafts' rows have a backward there, of zeros (tensor_parallel/linear.py says why), which they do not have beforehand.
@@ -16,9 +21,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from ..config import ModelConfig, RunConfig
 from ..diffusion.batch_plan import BatchPlan, Microbatch
+from ..diffusion.inputs import PassOrder
+from ..kernels.attention_tiles import suits_attention
+from ..transformer.small_attention import is_small
+from ..transformer.token_pass import LAYER_TYPES
 from .operations import causal_pairs, stack_operations
 
 # Matrix operations in bf16 in the time of reading a byte: an H200 does 590 TFLOP/s in products of these widths, and reads 4.6 TB/s.
@@ -39,12 +49,14 @@ class Share:
 @dataclass(frozen=True)
 class PassSizes:
     """Tokens of a microbatch: clean ones; seen int64 [N]: of each example with a draft, the clean ones before its last canvas; canvases;
-    those of them that have a draft."""
+    those of them that have a draft; of the longest example, and of a canvas."""
 
     clean: int
     seen: np.ndarray
     canvas: int
     drafts: int
+    longest: int
+    a_canvas: int
 
     @classmethod
     def of(cls, microbatch: Microbatch) -> PassSizes:
@@ -57,7 +69,8 @@ class PassSizes:
 
         return cls(sum(example.fit.total for example in examples),
                    np.array([example.canvas_start(max(example.canvases)) for example in drafted], np.int64),
-                   canvas_tokens(examples), canvas_tokens(drafted))
+                   canvas_tokens(examples), canvas_tokens(drafted), max((example.fit.total for example in examples), default=0),
+                   max((example.fit.canvas_length for example in examples), default=0))
 
 
 def apart_costs_less(model: ModelConfig, sizes: PassSizes, share: Share = Share()) -> bool:  # noqa: B008 (immutable)
@@ -95,16 +108,43 @@ def apart_costs_less_on_cpu(model: ModelConfig, sizes: PassSizes) -> bool:
     return sizes.drafts > 0 and again < 2 * sizes.drafts * a_token + model.num_layers * OPERATIONS_STARTED
 
 
-def drafts_apart(run: RunConfig, plan: BatchPlan, number: int, *, on_gpu: bool) -> bool:
-    """The order of passes of every rank's microbatch `number`: ranks that share experts have to agree, so `apart` is taken where every rank
-    that has drafts gains by it. What ranks send each other is not weighed: `apart` is one dispatch more forward and one less back."""
-    if run.training.draft_pass != "auto":
-        return run.training.draft_pass == "apart"
-    sizes = [PassSizes.of(rank[number]) for rank in plan.microbatches]
-    drafted = [own for own in sizes if own.drafts]
+def order_of_passes(run: RunConfig, plan: BatchPlan, number: int, device: torch.device) -> PassOrder:
+    """The order of passes of every rank's microbatch `number`: ranks that share experts have to agree, so an order is taken where every
+    rank that has drafts gains by it. What ranks send each other is not weighed: `apart` is one dispatch more forward and one less back."""
+    wanted, on_gpu = run.training.draft_pass, device.type == "cuda"
+    if wanted in ("shared", "apart"):
+        return wanted
+    drafted = [own for own in (PassSizes.of(rank[number]) for rank in plan.microbatches) if own.drafts]
+    dtype = torch.bfloat16 if run.training.bf16 else torch.float32
+    if not drafted:
+        return "shared"
+    if (on_gpu or wanted == "joint") and may_be_joint(run) and all(suits_joint(run.model, own, dtype, device) for own in drafted):
+        return "joint"
     if on_gpu:
-        return bool(drafted) and all(chosen_apart(run, own) for own in drafted)
-    return _may_be_apart(run) and bool(drafted) and all(apart_costs_less_on_cpu(run.model, own) for own in drafted)
+        is_apart = all(chosen_apart(run, own) for own in drafted)
+    else:
+        is_apart = _may_be_apart(run) and all(apart_costs_less_on_cpu(run.model, own) for own in drafted)
+    return "apart" if is_apart and wanted == "auto" else "shared"
+
+
+def suits_joint(model: ModelConfig, sizes: PassSizes, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether what the layers keep of such a microbatch can be joined: all attend, by our kernels, or on a CPU by products of short pieces;
+    tokens have several experts (with one, rows of tokens and of choices could not be told apart)."""
+    if model.moe_router_topk == 1 or set(model.layer_types) - set(LAYER_TYPES):
+        return False
+    if device.type == "cuda":
+        return all(suits_attention(model.head_dim(layer), dtype, device) for layer in range(model.num_layers))
+    return is_small(sizes.longest, sizes.longest, causal=True) and is_small(sizes.a_canvas, sizes.longest + sizes.a_canvas, causal=False)
+
+
+def may_be_joint(run: RunConfig) -> bool:
+    """Whether the configuration leaves everything on one rank, keeps it all, in our own functions, and no loss depends on the order."""
+    parallel, training, lora = run.parallel, run.training, run.lora
+    ranks = parallel.tensor_model_parallel_size * parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size
+    adapts_experts = lora.lora_rank is not None and "experts" in lora.lora_targets
+    return (_may_be_apart(run) and ranks == 1 and training.recompute_granularity is None and training.transformer_impl == "local"
+            and run.moe.moe_token_dispatcher_type == "alltoall" and not run.moe.moe_z_loss_coeff
+            and not (lora.lora_dropout or adapts_experts))
 
 
 def chosen_apart(run: RunConfig, sizes: PassSizes) -> bool:

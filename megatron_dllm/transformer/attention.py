@@ -21,7 +21,7 @@ from .precision import accumulation_dtype
 from .recompute import Recompute
 from .rotary import norm_and_rotate_pair, norm_heads, norm_heads_and_keep, norm_joined_heads
 from .rows import take_distinct
-from .token_pass import LayerContext, LayerPass
+from .token_pass import LayerContext, LayerPass, ReplacedContext
 
 
 class SelfAttention(nn.Module):
@@ -47,7 +47,8 @@ class SelfAttention(nn.Module):
         norm = {"eps": self.eps, "context": context, "partial": context.tp.size > 1, "dtype": dtype}
         self.q_norm, self.k_norm = (RMSNorm(f"{name}.{which}_norm", self.head_dim, **norm) for which in "qk")
 
-    def forward(self, x: Tensor, layer_pass: LayerPass, earlier: LayerContext | KeyCache | None) -> tuple[Tensor, LayerContext | None]:
+    def forward(self, x: Tensor, layer_pass: LayerPass, earlier: LayerContext | ReplacedContext | KeyCache | None,
+                ) -> tuple[Tensor, LayerContext | ReplacedContext | None]:
         """y [T, H] from x [T, H], and the keys and values that a later pass needs. A cache at fixed addresses gets them by itself."""
         if self._projects_at_once(x):
             query, key, value, *kept = self._normed_at_once(x, layer_pass)
@@ -57,11 +58,14 @@ class SelfAttention(nn.Module):
         if isinstance(layer_pass.attention, BlockPlan):
             return self.o_proj(layer_pass.attention.attend(query, key, value, earlier).flatten(1), layer_pass.draws), None
         if earlier is not None:
-            key, value = torch.cat([earlier.key, key]), torch.cat([earlier.value, value])
+            key, value = earlier.followed_by(key, value)
         out = self.recompute("core_attn", self._attend, query, key, value, layer_pass.attention)
         if layer_pass.kept is not None and not kept:
             kept = take_distinct(key, layer_pass.kept), take_distinct(value, layer_pass.kept)
-        return self.o_proj(out.flatten(1), layer_pass.draws), LayerContext(*kept) if kept else None
+        y = self.o_proj(out.flatten(1), layer_pass.draws)
+        if layer_pass.replaced is not None:
+            return y, ReplacedContext(key.detach(), value.detach(), layer_pass.replaced)
+        return y, LayerContext(*kept) if kept else None
 
     def _normed(self, query: Tensor, key: Tensor, value: Tensor, layer_pass: LayerPass, *, keeps: bool) -> tuple[Tensor, ...]:
         """All three normed, queries and keys turned; with `keeps`, where our kernel does it, also the keys and values to hand on."""

@@ -35,6 +35,7 @@ class AttentionPlan:
     tiles        the kernels' lists, the window in them
     keys         where the keys of the visibility stand, clean and canvas (None: in its order)
     seen         int64 [3, Q]: first key, past key and canvas id of each query, without the window; canvas_keys int64: of each canvas key
+    keeps_rows   for the backward, what attention keeps has a row a token (see joint_backward)
     """
 
     tiles: AttentionTiles
@@ -43,6 +44,7 @@ class AttentionPlan:
     canvas_keys: Tensor
     num_clean_keys: int
     window: int | None
+    keeps_rows: bool = False
 
     @cached_property
     def work(self) -> DeviceWork:
@@ -86,7 +88,7 @@ class DeviceGroup:
 
 
 def attention_plan(visibility: Visibility, window: int | None, device: torch.device, key_order: np.ndarray | None = None, *,
-                   num_live: int | None = None) -> AttentionPlan:
+                   num_live: int | None = None, keeps_rows: bool = False) -> AttentionPlan:
     """The plan of one layer type for one pass; made once, used by every layer of that type.
 
     `key_order` int64 [num_clean_keys] says where the clean keys stand, if not in the visibility's own order. Only
@@ -99,7 +101,7 @@ def attention_plan(visibility: Visibility, window: int | None, device: torch.dev
     return AttentionPlan(
         attention_tiles(visibility.windowed(window).key_intervals(), num_keys, device, num_live=num_live),
         None if places is None else Rows.of(places, device), torch.from_numpy(seen).to(device),
-        torch.from_numpy(visibility.canvas_keys).to(device), num_clean, window)
+        torch.from_numpy(visibility.canvas_keys).to(device), num_clean, window, keeps_rows)
 
 
 def _on_device(group: WorkGroup, device: torch.device) -> DeviceGroup:
@@ -120,8 +122,9 @@ def attend(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> Te
         return attention(query, key, value, plan.tiles)
     num_fill = query.shape[0] - num_queries
     if plan.work.small is not None:
-        in_order = small_attention(query[:num_queries] if num_fill else query, key, value, plan.work.small)
+        in_order = small_attention(query[:num_queries] if num_fill else query, key, value, plan.work.small, keeps_rows=plan.keeps_rows)
     else:
+        assert not plan.keeps_rows, "pieces of SDPA keep no rows: draft_pass.py lets no such pass be joined"
         outputs = [_attend_group(query, key, value, group) for group in plan.work.groups]
         merged = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         in_order = merged if plan.work.order is None else take_distinct(merged, plan.work.order)

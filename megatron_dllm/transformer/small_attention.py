@@ -42,9 +42,17 @@ class SmallGroup:
     idle: Tensor | None = None
 
 
-def small_attention(query: Tensor, key: Tensor, value: Tensor, groups: Sequence[SmallGroup]) -> Tensor:
-    """softmax(q k^T) v [Q, h, d] from query [Q, h, d], key and value [K, g, d]; each query is in one group. In at least fp32."""
-    return _SmallAttention.of(query, key, value, groups)
+def small_attention(query: Tensor, key: Tensor, value: Tensor, groups: Sequence[SmallGroup], *, keeps_rows: bool = False) -> Tensor:
+    """softmax(q k^T) v [Q, h, d] from query [Q, h, d], key and value [K, g, d]; each query is in one group. In at least fp32.
+
+    keeps_rows: for the backward, only what has a row a token is kept (see joint_backward), and probabilities are made again.
+    """
+    return _SmallAttention.of(query, key, value, groups, keeps_rows)
+
+
+def is_small(num_queries: int, num_keys: int, *, causal: bool) -> bool:
+    """Whether a piece of so many queries and keys (or its rows, where it is causal) is small enough."""
+    return (min(num_queries, CAUSAL_ROWS) if causal else num_queries) * num_keys <= MOST_SCORES
 
 
 def whole_group(mask: np.ndarray) -> SmallGroup:
@@ -170,31 +178,45 @@ def _add_keys(x: Tensor, rows: Tensor, group: SmallGroup) -> None:
         rows.index_add_(0, group.keys.index, pieces.reshape(-1, heads, head_dim))
 
 
+def _factors(query: Tensor, key: Tensor, value: Tensor, group: SmallGroup) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v of a group."""
+    return _queries(query, group, key.shape[1]), _keys(key, group), _keys(value, group)
+
+
+def _probabilities(q: Tensor, k: Tensor, group: SmallGroup) -> Tensor:
+    scores = torch.bmm(q, k.mT)
+    if group.hidden is not None:
+        # Several times as fast as masked_fill_.
+        scores.view(group.num_pieces, -1, *group.hidden.shape[2:]).add_(group.hidden)
+    return torch.softmax(scores, -1, out=scores)  # row by row: in place
+
+
 class _SmallAttention(PlainFunction):
-    """Saved: of each group q, k, v and the probabilities p. ds = p * (dp - sum of dp * p) with dp = do v^T."""
+    """Saved: of each group q, k, v and the probabilities p, or the inputs. ds = p * (dp - sum of dp * p) with dp = do v^T."""
 
     @staticmethod
-    def forward(ctx, query: Tensor, key: Tensor, value: Tensor, groups: Sequence[SmallGroup]) -> Tensor:
-        q, k, v = map(at_least_fp32, (query, key, value))
-        out, saved, num_heads = torch.empty_like(q, memory_format=torch.contiguous_format), [], key.shape[1]
+    def forward(ctx, query: Tensor, key: Tensor, value: Tensor, groups: Sequence[SmallGroup], keeps_rows: bool) -> Tensor:
+        wide = tuple(map(at_least_fp32, (query, key, value)))
+        out, saved = torch.empty_like(wide[0], memory_format=torch.contiguous_format), []
         for group in groups:
-            factors = _queries(q, group, num_heads), _keys(k, group), _keys(v, group)
-            scores = torch.bmm(factors[0], factors[1].mT)
-            if group.hidden is not None:
-                # Several times as fast as masked_fill_.
-                scores.view(group.num_pieces, -1, *group.hidden.shape[2:]).add_(group.hidden)
-            p = torch.softmax(scores, -1, out=scores)  # row by row: in place
-            _place_queries(torch.bmm(p, factors[2]), out, group)
-            saved += *factors, p
-        ctx.save_for_backward(*saved)
-        ctx.groups, ctx.dtype, ctx.query_shape, ctx.key_shape = groups, query.dtype, query.shape, key.shape
+            q, k, v = _factors(*wide, group)
+            p = _probabilities(q, k, group)
+            _place_queries(torch.bmm(p, v), out, group)
+            saved += [] if keeps_rows else [q, k, v, p]
+        ctx.save_for_backward(*(wide if keeps_rows else saved))
+        ctx.groups, ctx.keeps_rows, ctx.dtype, ctx.query_shape, ctx.key_shape = groups, keeps_rows, query.dtype, query.shape, key.shape
         return out.to(query.dtype)
 
     @staticmethod
     def backward(ctx, dout: Tensor):
-        saved, dout, num_heads = iter(ctx.saved_tensors), at_least_fp32(dout), ctx.key_shape[1]
+        saved, dout, num_heads = ctx.saved_tensors, at_least_fp32(dout), ctx.key_shape[1]
         dquery, dkey, dvalue = dout.new_empty(ctx.query_shape), dout.new_zeros(ctx.key_shape), dout.new_zeros(ctx.key_shape)
-        for group, q, k, v, p in zip(ctx.groups, saved, saved, saved, saved, strict=False):
+        for number, group in enumerate(ctx.groups):
+            if ctx.keeps_rows:
+                q, k, v = _factors(*saved, group)
+                p = _probabilities(q, k, group)
+            else:
+                q, k, v, p = saved[4 * number:4 * number + 4]
             do = _queries(dout, group, num_heads)
             if group.idle is not None:
                 do.view(group.num_pieces, ctx.query_shape[1], -1, do.shape[-1]).masked_fill_(group.idle, 0)
@@ -203,4 +225,4 @@ class _SmallAttention(PlainFunction):
             dscores = torch._softmax_backward_data(dp, p, -1, p.dtype, grad_input=dp)
             _add_keys(torch.bmm(dscores.mT, q), dkey, group)
             _place_queries(torch.bmm(dscores, k), dquery, group)
-        return dquery.to(ctx.dtype), dkey.to(ctx.dtype), dvalue.to(ctx.dtype), None
+        return dquery.to(ctx.dtype), dkey.to(ctx.dtype), dvalue.to(ctx.dtype), None, None

@@ -19,6 +19,7 @@ from .gated_delta_plan import GatedDeltaPlan, Runs, gated_delta_plan, tokens_by_
 from .key_cache import BlockPlan
 from .packed_attention import PackedPlan, packed_plan
 from .rotary import RotaryTable, inverse_frequencies, rotary_table
+from .rows import Rows
 from .visibility import Visibility
 
 LAYER_TYPES = ("sliding", "full")  # those that attend to keys; "linear" layers carry a state
@@ -27,13 +28,14 @@ LAYER_TYPES = ("sliding", "full")  # those that attend to keys; "linear" layers 
 @dataclass(frozen=True)
 class LayerPass:
     """What the layers of one type share. `kept` int64 [n]: the keys handed on as the layer's context (None: nothing is). `draws`: what
-    linear layers are told.
+    linear layers are told. `replaced`: all keys are handed on, and a later pass puts its own in the place of these.
     """
 
     rotary: RotaryTable
     attention: AttentionPlan | ShardedPlan | PackedPlan | BlockPlan
     kept: Tensor | None
     draws: TokenDraws | None = None
+    replaced: Rows | None = None
 
     @cached_property
     def places(self) -> Tensor:
@@ -48,6 +50,27 @@ class LayerContext:
 
     key: Tensor
     value: Tensor
+
+    def followed_by(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """These keys and values and then the pass's own."""
+        return torch.cat([self.key, key]), torch.cat([self.value, value])
+
+
+@dataclass(frozen=True)
+class ReplacedContext:
+    """Keys and values of a whole pass, [T, g, d], of which a later pass puts its own in the place of `rows`, without gradient: theirs is
+    made in the earlier pass (see joint_backward)."""
+
+    key: Tensor
+    value: Tensor
+    rows: Rows
+
+    @torch.no_grad()
+    def followed_by(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """These keys and values with the pass's own among them."""
+        self.rows.put(self.key, key)
+        self.rows.put(self.value, value)
+        return self.key, self.value
 
 
 @dataclass(frozen=True)
@@ -125,7 +148,8 @@ def token_pass(config: ModelConfig, visibility: Mapping[str, Visibility], positi
                kept: Mapping[str, np.ndarray] | None = None, key_order: Mapping[str, np.ndarray] | None = None,
                shards: Mapping[str, Shards] | None = None, split: SequenceSplit = SequenceSplit(),  # noqa: B008 (immutable)
                routed: RoutedTokens | None = None, runs: Runs | None = None, draws: np.ndarray | None = None,
-               num_live: int | None = None, packed: Set[str] = frozenset()) -> TokenPass:
+               num_live: int | None = None, packed: Set[str] = frozenset(), replaced: Rows | None = None,
+               replaces: bool = False) -> TokenPass:
     """The pass of tokens at `positions` [T], of which the first `num_clean` are clean.
 
     visibility  by layer type (the types may hold different contexts), without the window, which sliding layers add
@@ -136,6 +160,7 @@ def token_pass(config: ModelConfig, visibility: Mapping[str, Visibility], positi
     draws       int64 [T], a word of each token for dropout
     num_live    of our tokens only so many, the first ones, may get a gradient that is not zero (None: all)
     packed      the layer types whose attention Transformer Engine computes; without shards
+    replaced    the rows of which a later pass has others (LayerPass); replaces: this pass is one that has others of an earlier one's
     """
     token_draws = None if draws is None and num_live is None else _token_draws(draws, num_live, split, device)
     filled = np.pad(positions, (0, -len(positions) % split.size))
@@ -146,12 +171,12 @@ def token_pass(config: ModelConfig, visibility: Mapping[str, Visibility], positi
         if kind in packed:
             plan = packed_plan(visibility[kind], window, device, order)
         elif shards is None:
-            plan = attention_plan(visibility[kind], window, device, order, num_live=num_live)
+            plan = attention_plan(visibility[kind], window, device, order, num_live=num_live, keeps_rows=replaces or replaced is not None)
         else:
             plan = sharded_plan(visibility[kind], window, shards[kind], device)
         layers[kind] = LayerPass(
             rotary_table(where, layer_frequencies(config, kind, device)), plan,
-            None if kept is None else torch.from_numpy(kept[kind]).to(device), token_draws)
+            None if kept is None else torch.from_numpy(kept[kind]).to(device), token_draws, replaced)
     if runs is not None:
         parts = None if shards is None else tokens_by_rank(shards["full"].clean, shards["full"].canvas)
         layers["linear"] = gated_delta_plan(runs, config.linear_conv_kernel_dim, device, parts)

@@ -66,6 +66,10 @@ class Visibility:
         np.add.at(edges, self.past_key[queries], -1)
         return np.flatnonzero(np.cumsum(edges[:-1]) > 0)
 
+    def of_queries(self, queries: np.ndarray) -> Visibility:
+        """The visibility of some queries alone (bool [Q]), all keys being at hand."""
+        return Visibility(self.first_key[queries], self.past_key[queries], self.canvas_id[queries], self.canvas_keys, self.num_clean_keys)
+
     def against_kept(self, queries: np.ndarray, kept: np.ndarray) -> Visibility:
         """The visibility of some canvas queries alone (bool [Q]) when of the clean keys only `kept` are at hand."""
         canvases = np.unique(self.canvas_id[queries])

@@ -14,12 +14,12 @@ from tests.unit.toy import CONFIG, toy_model, toy_plan, toy_tokens
 TOLERANCE = 1e-10
 
 
-def make_inputs(plan, number, context, *, second_loop, drafts_apart=False):
+def make_inputs(plan, number, context, *, second_loop, passes="shared"):
     microbatch = plan.microbatches[0][number]
     tokens = [toy_tokens(e.index, e.fit.prompt + e.fit.response) for e in microbatch.examples]
     streams = build_streams(
         microbatch, tokens, ObjectiveConfig(), plan.denominators, vocab_size=CONFIG.vocab_size, fill_token=CONFIG.fill_token_id)
-    return microbatch_inputs(streams, CONFIG, dtype=torch.float64, second_loop=second_loop, drafts_apart=drafts_apart,
+    return microbatch_inputs(streams, CONFIG, dtype=torch.float64, second_loop=second_loop, passes=passes,
                              split=SequenceSplit.of(context))
 
 
@@ -33,7 +33,7 @@ def mixed_plan(parts):
     raise AssertionError("no such draw")
 
 
-def worst_difference(rank, sizes, sequence_parallel, recompute, drafts_apart=False):
+def worst_difference(rank, sizes, sequence_parallel, recompute, passes="shared"):
     """(largest gradient difference to one process, by the largest gradient; its parameter; layout exchanges; MoE calls of the forward)."""
     context = create_context(Topology(**sizes), rank=rank, device=torch.device("cpu"), sequence_parallel=sequence_parallel)
     plan = mixed_plan(context.dp.size)
@@ -43,7 +43,7 @@ def worst_difference(rank, sizes, sequence_parallel, recompute, drafts_apart=Fal
     model, calls = toy_model(context=context, recompute=recompute), []
     for block in model.layers.values():
         block.moe.router.register_forward_hook(lambda *_: calls.append(1))
-    inputs = make_inputs(plan, context.dp.rank, context, second_loop=plan.second_loop(0), drafts_apart=drafts_apart)
+    inputs = make_inputs(plan, context.dp.rank, context, second_loop=plan.second_loop(0), passes=passes)
     terms = model(inputs)
     forwards = len(calls)
     terms.total.backward()
@@ -87,7 +87,7 @@ def test_model(world, case):
 def test_drafts_made_beforehand(world, case):
     """The second rank has none, and makes drafts of nothing."""
     sizes, sequence_parallel, recompute = CASES[case]
-    results = world.run(worst_difference, sizes, sequence_parallel, frozenset(recompute), True, size=sizes["world"])
+    results = world.run(worst_difference, sizes, sequence_parallel, frozenset(recompute), "apart", size=sizes["world"])
     for rank, (difference, name, exchanges, forwards) in enumerate(results):
         assert difference <= TOLERANCE, f"rank {rank}, {name}: {difference:.1e}"
         assert exchanges == forwards == 2 * CONFIG.num_layers

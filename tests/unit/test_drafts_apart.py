@@ -11,7 +11,8 @@ from megatron_dllm.diffusion.fill import filled_up
 from megatron_dllm.diffusion.nested import form_of
 from megatron_dllm.models.diffusion_gemma.lora import add_adapters
 from megatron_dllm.tensor_parallel.initialization import Initializer
-from megatron_dllm.training.draft_pass import PassSizes, Share, apart_costs_less, apart_costs_less_on_cpu, drafts_apart
+from megatron_dllm.training import draft_pass
+from megatron_dllm.training.draft_pass import PassSizes, Share, apart_costs_less, apart_costs_less_on_cpu, order_of_passes
 from tests.unit.toy import CONFIG, LENGTHS, toy_inputs, toy_model, toy_plan
 
 LINEAR = dataclasses.replace(CONFIG, num_layers=2, layer_types=("linear", "full"))
@@ -74,7 +75,7 @@ def test_both_orders_agree(case):
     plan = plan_of(objective, config=config, **options)
     given = {"objective": objective, "config": config}
     model = toy_model(config=config)
-    shared, apart = toy_inputs(plan, **given), toy_inputs(plan, drafts_apart=True, **given)
+    shared, apart = toy_inputs(plan, **given), toy_inputs(plan, passes="apart", **given)
     found = agree(model, shared, apart)
     drafts = next(iter(found[2].values())).num_tokens[1]
     assert drafts == len(shared.draft_rows) > 0 and (objective is ALL or apart.draft.rows is not None)
@@ -85,20 +86,20 @@ def test_both_orders_agree(case):
 
 def test_of_clean_tokens_those_before_canvases_are_drafted_on():
     plan = plan_of(ALL)
-    apart = toy_inputs(plan, objective=ALL, drafts_apart=True)
+    apart = toy_inputs(plan, objective=ALL, passes="apart")
     seen = sum(example.canvas_start(example.canvases[0]) for example in plan.microbatches[0][0].examples)
     assert seen <= apart.draft.token_pass.num_clean < seen + MULTIPLE < len(apart.clean.tokens)
 
 
 def test_without_drafts_nothing_is_apart():
     plan = plan_of(NONE)
-    assert form_of(toy_inputs(plan, objective=NONE)) == form_of(toy_inputs(plan, objective=NONE, drafts_apart=True))
+    assert form_of(toy_inputs(plan, objective=NONE)) == form_of(toy_inputs(plan, objective=NONE, passes="apart"))
 
 
 def test_a_loop_for_others_alone():
     """Ranks that share experts make drafts of nothing where only others have some."""
     plan = plan_of(NONE)
-    empty = toy_inputs(plan, objective=NONE, drafts_apart=True, second_loop=True)
+    empty = toy_inputs(plan, objective=NONE, passes="apart", second_loop=True)
     assert empty.draft.token_pass.num_tokens == 0
     model = toy_model()
     torch.testing.assert_close(model(empty).total, model(toy_inputs(plan, objective=NONE)).total, rtol=1e-12, atol=0)
@@ -109,7 +110,7 @@ def test_recompute_and_fill(part):
     plan = plan_of(SOME)
     filled = {"objective": SOME, "edit": lambda streams: filled_up(streams, 16, CONFIG.pad_token_id)}
     model = toy_model(recompute=frozenset([part]))
-    agree(model, toy_inputs(plan, **filled), toy_inputs(plan, drafts_apart=True, **filled))
+    agree(model, toy_inputs(plan, **filled), toy_inputs(plan, passes="apart", **filled))
     report = model.recompute.monitor.report()
     assert report.hits > 0 and report.misses == 0 and not report.corrupted
 
@@ -123,7 +124,7 @@ def test_dropout_draws_are_the_same():
             if name.endswith("adapter.b"):
                 parameter.fill_(0.1)
     model.train()
-    found = [toy_inputs(plan, objective=SOME, dropout=True, drafts_apart=apart) for apart in (False, True)]
+    found = [toy_inputs(plan, objective=SOME, dropout=True, passes=passes) for passes in ("shared", "apart")]
     agree(model, *found)
     words = [np.asarray(inputs.draft.token_pass.draws.every if inputs.draft else inputs.second_pass.draws.every) for inputs in found]
     assert not np.array_equal(*words)  # drafts and canvases have draws of their own
@@ -131,7 +132,7 @@ def test_dropout_draws_are_the_same():
 
 def sizes(rows, clean, seen, canvas=256, drafted=None):
     return PassSizes(rows * clean, np.full(rows if drafted is None else drafted, seen), rows * canvas,
-                     canvas * (rows if drafted is None else drafted))
+                     canvas * (rows if drafted is None else drafted), clean, canvas)
 
 
 @pytest.mark.parametrize("rows, clean, seen, share, apart", [
@@ -159,14 +160,18 @@ def test_pass_sizes():
     assert found.seen.tolist() == [e.canvas_start(e.canvases[0]) for e in drafted] and 0 < found.drafts < found.canvas
 
 
-@pytest.mark.parametrize("flags, on_gpu, apart", [
-    ("", True, True), ("", False, True), ("--draft-pass shared", True, False), ("--draft-pass shared", False, False),
-    ("--draft-pass apart", False, True), ("--moe-aux-loss-coeff 0.01", True, False), ("--moe-aux-loss-coeff 0.01", False, False),
-    ("--context-parallel-size 2", False, False), ("--tensor-model-parallel-size 2 --sequence-parallel", True, False),
-    ("--context-parallel-size 2", True, False), ("--self-conditioning-prob 0", True, False)])
-def test_order_of_passes(flags, on_gpu, apart):
+@pytest.mark.parametrize("flags, device, order", [
+    ("", "cuda", "joint"), ("", "cpu", "apart"), ("--recompute-granularity full", "cuda", "apart"),
+    ("--tensor-model-parallel-size 2", "cuda", "apart"), ("--moe-token-dispatcher-type allgather", "cuda", "apart"),
+    ("--lora-rank 2 --lora-dropout 0.5", "cuda", "apart"), ("--moe-z-loss-coeff 0.01", "cuda", "apart"),
+    ("--draft-pass shared", "cuda", "shared"), ("--draft-pass shared", "cpu", "shared"), ("--draft-pass apart", "cpu", "apart"),
+    ("--draft-pass joint", "cpu", "joint"), ("--moe-aux-loss-coeff 0.01", "cuda", "shared"), ("--moe-aux-loss-coeff 0.01", "cpu", "shared"),
+    ("--context-parallel-size 2", "cpu", "shared"), ("--tensor-model-parallel-size 2 --sequence-parallel", "cuda", "shared"),
+    ("--context-parallel-size 2", "cuda", "shared"), ("--self-conditioning-prob 0", "cuda", "shared")])
+def test_order_of_passes(flags, device, order, monkeypatch):
     # One canvas of 4 tokens after few: on a GPU weights are most of it, on a CPU starting operations.
+    monkeypatch.setattr(draft_pass, "suits_attention", lambda *given: True)  # as on an H200
     words = ["--bf16", "--train-iters", "1", "--data-source", "sudoku", "--preset", "toy", "--self-conditioning-prob", "1", *flags.split()]
     run = parse(words)
     plan = plan_of(run.objective, LENGTHS[2:3])
-    assert drafts_apart(run, plan, 0, on_gpu=on_gpu) == apart
+    assert order_of_passes(run, plan, 0, torch.device(device)) == order

@@ -81,25 +81,25 @@ def runner(model, optimizer, limit=8, message=lambda text: None):
                                          message=message)
 
 
-def one_form(count: int, *, drafts_apart: bool = False):
-    inputs = toy_inputs(toy_plan(ALWAYS), objective=ALWAYS, drafts_apart=drafts_apart)
+def one_form(count: int, *, passes: str = "shared"):
+    inputs = toy_inputs(toy_plan(ALWAYS), objective=ALWAYS, passes=passes)
     return [reshuffled(inputs, seed) for seed in range(count)]
 
 
-@pytest.mark.parametrize(("recompute", "apart"), [
-    ((), False), (("block",), False), pytest.param(("moe", "mlp"), False, marks=pytest.mark.slow), (("block",), True)],
-    ids=["none", "full", "selective", "full, drafts apart"])  # fmt: skip
-def test_steps_with_graphs_are_bit_equal_to_steps_without(recompute, apart):
+@pytest.mark.parametrize(("recompute", "passes"), [
+    ((), "shared"), (("block",), "shared"), pytest.param(("moe", "mlp"), "shared", marks=pytest.mark.slow), (("block",), "apart"),
+    ((), "joint")], ids=["none", "full", "selective", "full, drafts apart", "joint"])  # fmt: skip
+def test_steps_with_graphs_are_bit_equal_to_steps_without(recompute, passes):
     plain, model = (toy_model(recompute=frozenset(recompute)) for _ in range(2))
     optimizers = [MasterOptimizer(m, OptimizerConfig(lr=1e-2), m.context) for m in (plain, model)]
     recorder, graphs = runner(model, optimizers[1])
     for step in range(3):
-        batch = [reshuffled(inputs, 10 * step + n) for n, inputs in enumerate(one_form(2, drafts_apart=apart))]
+        batch = [reshuffled(inputs, 10 * step + n) for n, inputs in enumerate(one_form(2, passes=passes))]
         expected = train_step(plain, optimizers[0], batch, 1e-2)
         got = train_step(model, optimizers[1], batch, 1e-2, graphs=graphs)
         assert got.loss == expected.loss and got.grad_norm == expected.grad_norm
         # Three layers, two passes, two microbatches; drafts that are made beforehand are not computed again.
-        assert got.replay == expected.replay and (not recompute or got.replay == ReplayReport(6 if apart else 12, 0, ()))
+        assert got.replay == expected.replay and (not recompute or got.replay == ReplayReport(6 if passes == "apart" else 12, 0, ()))
         assert all(torch.equal(a, b) for a, b in zip(tensors_of(got.terms), tensors_of(expected.terms), strict=True))
     assert (recorder.warm_ups, recorder.records, recorder.replays) == (1, 1, 5)
     for (name, a), (_, b) in zip(model.named_parameters(), plain.named_parameters(), strict=True):

@@ -176,10 +176,9 @@ def test_every_pass_has_the_plan():
     """Drafts beforehand and multi-token prediction too."""
     config = dataclasses.replace(WIDE, mtp_num_layers=1)
     always = ObjectiveConfig(self_conditioning_prob=1.0)
-    for apart in (False, True):
-        made = toy_inputs(toy_plan(always, config=config), objective=always, config=config, drafts_apart=apart, packed=frozenset(["full"]))
-        passes = [made.first_pass, made.draft.token_pass if apart else made.second_pass, made.further.token_pass]
-        for token_pass in passes:
+    for order in ("shared", "apart"):
+        made = toy_inputs(toy_plan(always, config=config), objective=always, config=config, passes=order, packed=frozenset(["full"]))
+        for token_pass in (made.first_pass, made.draft.token_pass if order == "apart" else made.second_pass, made.further.token_pass):
             plans = {kind: isinstance(token_pass.layers[kind].attention, packed_attention.PackedPlan) for kind in ("full", "sliding")}
             assert plans == {"full": True, "sliding": False}
 

@@ -7,7 +7,6 @@ steps, shown with its quartiles. Operations and nodes of autograd are counted be
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import gc
 import statistics
 import time
@@ -18,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_dllm.config import ModelConfig, ObjectiveConfig
-from megatron_dllm.diffusion.inputs import microbatch_inputs
+from megatron_dllm.config import ModelConfig
+from megatron_dllm.diffusion.inputs import PassOrder
 from megatron_dllm.models.diffusion_gemma.model import DiffusionGemma
 from megatron_dllm.training.graphs import forward_backward_of
 
@@ -38,7 +37,7 @@ class Row:
     name: str
     batch: int
     seq_length: int
-    draft_pass: str
+    draft_pass: PassOrder
     aim: float = 1.5
 
 
@@ -126,8 +125,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _run_row(row: Row, config: ModelConfig, repeats: int) -> Line:
     model = calm_model(config, CPU, torch.float32)
-    workload = _with_passes(row, config, synthetic(config, row.batch, row.seq_length, CPU,
-                                                   objective=ObjectiveConfig(self_conditioning_prob=1.0)))
+    workload = synthetic(config, row.batch, row.seq_length, CPU, passes=row.draft_pass)
     ours, theirs = _our_step(model, workload), TransformersStep(transformers_model(model), config, workload)
     turns = in_turn(ours, theirs, repeats)
     return Line(row, turns, Side(ours(), operations(ours), nodes(model(workload.inputs).total)),
@@ -143,11 +141,6 @@ def _our_step(model: DiffusionGemma, workload: Workload) -> Callable[[], float]:
         return run(workload.inputs).terms.total.item()
 
     return step
-
-
-def _with_passes(row: Row, config: ModelConfig, workload: Workload) -> Workload:
-    inputs = microbatch_inputs(workload.streams, config, dtype=torch.float32, drafts_apart=row.draft_pass == "apart")
-    return dataclasses.replace(workload, inputs=inputs)
 
 
 def in_turn(ours: Callable[[], float], theirs: Callable[[], float], repeats: int) -> Turns:
@@ -191,11 +184,12 @@ def operations(step: Callable[[], float]) -> int:
 
 
 def nodes(loss: Tensor) -> int:
-    """Of autograd behind a loss."""
+    """Of autograd behind a loss, those of grafted graphs too."""
     seen, waiting = set(), [loss.grad_fn]
     while waiting:
         node = waiting.pop()
         if node is not None and node not in seen:
             seen.add(node)
             waiting += [behind for behind, _ in node.next_functions]
+            waiting += [result.grad_fn for result in getattr(node, "results", ())]
     return len(seen)

@@ -65,6 +65,7 @@ MHC_COST = 0.05  # the most that streams may add to a step
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", nargs="*", metavar="NAME", help="Rows to run, by name; all of them if not given.")
     parser.add_argument("--nemo", action="store_true", help="NeMo AutoModel beside them, which must be installed.")
+    parser.add_argument("--draft-pass", choices=("joint", "apart", "shared"), default="joint", help="As in training (its auto: joint).")
     parser.add_argument("--repeats", type=int, default=5, help="Timed steps of each row and side.")
     parser.add_argument("--kernels", type=int, default=0, metavar="N", help="Print the N kernels that take longest in each of our steps.")
 
@@ -142,7 +143,7 @@ def _run_row(row: Row, config: ModelConfig, device: torch.device, dtype: torch.d
     if row.streams > 1:
         return [_beside_no_streams(row, config, device, dtype, objective, arguments)]
     model = calm_model(config, device, dtype)
-    workload = synthetic(config, row.batch, row.seq_length, device, objective=objective)
+    workload = synthetic(config, row.batch, row.seq_length, device, passes=arguments.draft_pass, objective=objective)
     repeats = arguments.repeats
     with _step(row, model, workload) as step:
         ours = measure(step, device, warmup=3, repeats=repeats)
@@ -177,7 +178,7 @@ def _beside_no_streams(row: Row, config: ModelConfig, device: torch.device, dtyp
     with_streams = dataclasses.replace(config, enable_mhc_connections=True, mhc_num_residual_streams=row.streams)
     # What is held is of both, and so is said of neither.
     models = [calm_model(each, device, dtype) for each in (with_streams, config)]
-    workload = synthetic(config, row.batch, row.seq_length, device, objective=objective)
+    workload = synthetic(config, row.batch, row.seq_length, device, passes=arguments.draft_pass, objective=objective)
     with _step(row, models[0], workload) as ours, _step(row, models[1], workload) as plain:
         measured = measure_in_turn((ours, plain), device, warmup=3, repeats=3 * arguments.repeats)
         timings = [dataclasses.replace(timing, peak_gib=math.nan) for timing in measured]

@@ -16,12 +16,11 @@ from torch import Tensor, nn
 from megatron_dllm.config import PRESETS, ModelConfig, ObjectiveConfig
 from megatron_dllm.data_parallel import GradientBuckets, GradientSums, finalize_gradients
 from megatron_dllm.diffusion.batch_plan import RowRequest, fit_example, plan_batch
-from megatron_dllm.diffusion.inputs import MicrobatchInputs, microbatch_inputs, to_device
+from megatron_dllm.diffusion.inputs import MicrobatchInputs, PassOrder, microbatch_inputs, to_device
 from megatron_dllm.diffusion.random import DrawKey, Stream
 from megatron_dllm.diffusion.streams import Streams, build_streams
 from megatron_dllm.models.diffusion_gemma.model import DiffusionGemma
 from megatron_dllm.parallel import ParallelContext, communication
-from megatron_dllm.training.draft_pass import PassSizes, apart_costs_less
 from megatron_dllm.training.operations import TokenCounts, step_operations
 from megatron_dllm.training.throughput import peak_of
 from megatron_dllm.transformer.attention import SelfAttention
@@ -99,8 +98,9 @@ class Workload:
         return self.batch * self.seq_length
 
 
-def synthetic(config: ModelConfig, batch: int, seq_length: int, device: torch.device, *, objective: ObjectiveConfig | None = None,
-              seed: int = 0, split: SequenceSplit = SequenceSplit()) -> Workload:  # noqa: B008 (immutable)
+def synthetic(config: ModelConfig, batch: int, seq_length: int, device: torch.device, *, passes: PassOrder = "shared",
+              objective: ObjectiveConfig | None = None, seed: int = 0,
+              split: SequenceSplit = SequenceSplit()) -> Workload:  # noqa: B008 (immutable)
     """Random tokens and the draws of `seed`; without an objective, one canvas a row, each self-conditioned."""
     objective = objective or ObjectiveConfig(self_conditioning_prob=1.0)
     generator = np.random.default_rng(seed)
@@ -111,9 +111,7 @@ def synthetic(config: ModelConfig, batch: int, seq_length: int, device: torch.de
     tokens = [generator.integers(FIRST_TOKEN, config.vocab_size, seq_length) for _ in range(batch)]
     streams = build_streams(plan.microbatches[0][0], tokens, objective, plan.denominators, vocab_size=config.vocab_size,
                             fill_token=config.fill_token_id)
-    # As training in bf16 chooses; in fp32 the other order may cost less, and the losses are the same.
-    apart = device.type == "cuda" and split.size == 1 and apart_costs_less(config, PassSizes.of(plan.microbatches[0][0]))
-    inputs = microbatch_inputs(streams, config, dtype=torch.float32, split=split, drafts_apart=apart)
+    inputs = microbatch_inputs(streams, config, dtype=torch.float32, split=split, passes=passes)
     return Workload(batch, seq_length, streams, to_device(inputs, device), TokenCounts.of(plan, objective))
 
 

@@ -118,7 +118,7 @@ def pass_sizes(tokens: TokenCounts, canvases: int) -> PassSizes:
     """Of rows with so many canvases each. Drafts of one row see the same clean tokens."""
     drafted = tokens.self_conditioned
     return PassSizes(int(tokens.clean.sum()), tokens.canvas_prefix[drafted][::canvases], int(tokens.canvas.sum()),
-                     int(tokens.canvas[drafted].sum()))
+                     int(tokens.canvas[drafted].sum()), int(tokens.clean.max()), int(tokens.canvas.max(initial=0)))
 
 
 def with_draft_pass(run: RunConfig, canvases: int) -> RunConfig:

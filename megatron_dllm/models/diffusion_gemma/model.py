@@ -2,7 +2,8 @@
 
 A microbatch goes through the stack once, clean and canvas tokens together; rows whose canvas is self-conditioned take a second loop, the
 canvas alone, reading the keys and values that the first loop kept. Or their drafts are made beforehand, without gradient, and all takes one
-loop: clean tokens then go forward twice, but weights are read, and kernels started, once less (training/draft_pass.py decides).
+loop: clean tokens then go forward twice, but weights are read, and kernels started, once less. Or both loops have one backward, where
+their layers allow it (training/draft_pass.py decides).
 """
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...config import ModelConfig, MoEConfig
-from ...diffusion.inputs import DraftInputs, MicrobatchInputs
+from ...diffusion.inputs import DraftInputs, JointInputs, MicrobatchInputs
 from ...diffusion.losses import LossTerms, loss_terms
 from ...kernels.launch import takes
 from ...moe.balance import BalanceLosses, RoutingMonitor
@@ -28,15 +29,16 @@ from ...tensor_parallel.initialization import Init
 from ...tensor_parallel.vocabulary import VocabularyRange
 from ...transformer.block import TransformerBlock
 from ...transformer.hyper_connection import AsMean, Streams, as_copies, stream_chains
+from ...transformer.joint_backward import KeptTensors, grafted
 from ...transformer.mlp import MLP
 from ...transformer.mtp import MultiTokenPrediction
 from ...transformer.norms import RMSNorm, rms_norm
 from ...transformer.precision import accumulation_dtype, at_least_fp32
 from ...transformer.recompute import Recompute
 from ...transformer.stream_copies import contract_streams, expand_streams
-from ...transformer.token_pass import LayerContext, TokenPass
+from ...transformer.token_pass import LayerContext, ReplacedContext, TokenPass
 
-Contexts = Mapping[int, LayerContext]
+Contexts = Mapping[int, LayerContext | ReplacedContext]
 
 
 class SelfConditioning(nn.Module):
@@ -187,6 +189,8 @@ class DiffusionGemma(nn.Module):
         """Both losses of a microbatch, already divided by the global denominators."""
         # The uniform signal reads the embedding beside these.
         shared = SharedWeight.of(self.embedding.weight, has_others=inputs.uniform_null)
+        if inputs.joint is not None:
+            return self.first_terms(self.joint_states(inputs, inputs.joint, shared), inputs, shared)
         signal = None if inputs.draft is None else self.signal_beforehand(inputs, inputs.draft, shared)
         x, contexts = self.run_layers(self.enter(inputs, shared, signal), inputs.first_pass)
         hidden = self.whole(x, inputs.first_pass)
@@ -222,11 +226,43 @@ class DiffusionGemma(nn.Module):
         with torch.no_grad():
             entered = self.enter_canvas(self.embed(draft.tokens), inputs, draft.token_pass)
             hidden, _ = self.run_layers(entered, draft.token_pass)
-        signal = self.soft_signal(hidden[draft.token_pass.num_clean:], shared)
-        if draft.rows is None:
+        return self._of_all_canvases(self.soft_signal(hidden[draft.token_pass.num_clean:], shared), draft.rows, inputs)
+
+    def _of_all_canvases(self, signal: Tensor, rows: Tensor | None, inputs: MicrobatchInputs) -> Tensor:
+        """Signals of the canvas tokens `rows` (None: all), and for the others what stands for none."""
+        if rows is None:
             return signal
         null = self.null_signal() if inputs.uniform_null else signal.new_zeros(1, signal.shape[1])
-        return null.expand(len(inputs.canvas.tokens), -1).index_copy(0, draft.rows, signal)
+        return null.expand(len(inputs.canvas.tokens), -1).index_copy(0, rows, signal)
+
+    def joint_states(self, inputs: MicrobatchInputs, joint: JointInputs, shared: SharedWeight | None = None) -> Tensor:
+        """Final hidden states [T, H], normed, of clean tokens and of canvases, those with a draft as the second pass makes them, with one
+        backward for both passes."""
+        first, second, places = inputs.first_pass, inputs.second_pass, joint.places
+        embedded = self.embed(torch.cat([inputs.clean.tokens, inputs.canvas.tokens]), shared)
+        is_trained = embedded.requires_grad or any(weight.requires_grad for weight in self.self_conditioning.parameters())
+        with torch.no_grad():
+            leaf = self.enter_canvas(embedded, inputs)
+        leaf.requires_grad_(is_trained and torch.is_grad_enabled())
+        hidden, contexts, kept = self._kept_pass(leaf, first)
+        drafts = places.chosen(hidden.detach()).clone()  # others will soon stand there
+        signal = self._of_all_canvases(self.soft_signal(drafts, shared), joint.rows, inputs)
+        entered = self.enter_canvas(embedded, inputs, signal=signal)
+        again = places.chosen(entered.detach()).requires_grad_(leaf.requires_grad)
+        canvases, _, kept_again = self._kept_pass(again, second, contexts)
+        with torch.no_grad():
+            kept.take_over(kept_again, places)
+            places.put(hidden.detach(), canvases)
+        return grafted(entered, leaf, hidden)
+
+    def _kept_pass(self, x: Tensor, token_pass: TokenPass, earlier: Contexts | None = None) -> tuple[Tensor, Contexts, KeptTensors]:
+        """`run_layers`, and what it keeps for the backward."""
+        kept = KeptTensors(token_pass.num_tokens)
+        if token_pass.routed is not None:
+            token_pass = dataclasses.replace(token_pass, routed=dataclasses.replace(token_pass.routed, note_routing=kept.note_routing))
+        with kept.recorded():
+            hidden, contexts = self.run_layers(x, token_pass, earlier)
+        return hidden, contexts, kept
 
     def enter(self, inputs: MicrobatchInputs, shared: SharedWeight | None = None, signal: Tensor | None = None) -> Tensor:
         """What the first pass enters the stack as; with the `signal` of its canvases where they have one already."""

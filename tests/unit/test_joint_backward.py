@@ -1,0 +1,185 @@
+"""One backward for both passes: the losses, gradients and figures of a backward for each."""
+import dataclasses
+import weakref
+
+import pytest
+import torch
+
+from megatron_dllm.config import PRESETS, LoRAConfig, ObjectiveConfig
+from megatron_dllm.diffusion.fill import filled_up
+from megatron_dllm.models.diffusion_gemma.lora import add_adapters
+from megatron_dllm.tensor_parallel.initialization import Initializer
+from megatron_dllm.training.draft_pass import PassSizes, suits_joint
+from megatron_dllm.transformer import joint_backward
+from tests.unit.test_drafts_apart import ALL, CASES, LINEAR, SEED, SOME
+from tests.unit.toy import CONFIG, LENGTHS, toy_inputs, toy_model, toy_plan
+
+CPU = torch.device("cpu")
+JOINED = [case for case in CASES if case != "linear layers"]
+# The widths that kernels take, and enough tokens that rows of several tiles are moved.
+WIDE = dataclasses.replace(
+    PRESETS["toy"], hidden_size=256, ffn_hidden_size=192, moe_ffn_hidden_size=64, kv_channels=64, global_kv_channels=128, num_layers=2,
+    layer_types=("sliding", "full"), window_size=40, canvas_length=32, vocab_size=509)
+WIDE_MHC = dataclasses.replace(WIDE, enable_mhc_connections=True, mhc_num_residual_streams=4)
+MANY = ((40, 60), (30, 64), (7, 61), (64, 64), (90, 32))
+
+
+def plan_of(objective, lengths=LENGTHS, **options):
+    return toy_plan(objective, lengths, seed=SEED, **options)
+
+
+def results(model, inputs):
+    """Loss terms, gradients of all that is trained, and every layer's figures."""
+    model.zero_grad(set_to_none=True)
+    terms = model(inputs)
+    terms.total.backward()
+    return terms.detach(), {name: p.grad for name, p in model.named_parameters() if p.requires_grad}, model.routing.drain()
+
+
+def differences(wanted, found):
+    """By parameter, the gradients' distance beside their norm, or beside a thousandth of all gradients' where that is more."""
+    assert found.keys() == wanted.keys()
+    scale = torch.stack([g.norm() for g in wanted.values() if g is not None]).norm()
+    assert all((found[name] is None) == (want is None) for name, want in wanted.items())
+    return {name: float((found[name] - want).norm() / torch.maximum(want.norm(), 1e-3 * scale))
+            for name, want in wanted.items() if want is not None}
+
+
+def agree(model, shared, joint):
+    """Both ways give one result."""
+    assert shared.joint is None and joint.joint is not None
+    wanted, found = results(model, shared), results(model, joint)
+    for name in ("total", "weighted", "sums", "correct", "counts"):
+        torch.testing.assert_close(getattr(found[0], name), getattr(wanted[0], name), rtol=1e-12, atol=1e-12)
+    assert max(differences(wanted[1], found[1]).values()) <= 1e-11
+    for layer, want in wanted[2].items():
+        assert torch.equal(found[2][layer].load, want.load) and torch.equal(found[2][layer].num_tokens, want.num_tokens)
+        torch.testing.assert_close(found[2][layer].entropy, want.entropy, rtol=1e-12, atol=0)
+    return wanted
+
+
+@pytest.mark.parametrize("case", JOINED)
+def test_one_backward_is_two(case):
+    config, objective, options = CASES[case]
+    plan, given = plan_of(objective, config=config, **options), {"objective": objective, "config": config}
+    agree(toy_model(config=config), toy_inputs(plan, **given), toy_inputs(plan, passes="joint", **given))
+
+
+@pytest.mark.parametrize("targets", [("attention", "mlp"), ("attention", "mlp", "router", "self_conditioning"), ("router",)])
+def test_adapters(targets):
+    model, plan = toy_model(), plan_of(SOME)
+    model.requires_grad_(False)
+    add_adapters(model, LoRAConfig(lora_rank=2, lora_targets=targets), Initializer(3, 0.2))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("adapter.b"):
+                parameter.fill_(0.1)
+    agree(model, toy_inputs(plan, objective=SOME), toy_inputs(plan, objective=SOME, passes="joint"))
+
+
+def test_filled_up_tokens():
+    given = {"objective": SOME, "edit": lambda streams: filled_up(streams, 16, CONFIG.pad_token_id)}
+    plan = plan_of(SOME)
+    agree(toy_model(), toy_inputs(plan, **given), toy_inputs(plan, passes="joint", **given))
+
+
+def test_without_gradient_and_twice():
+    """Nothing is left over from one microbatch to the next, and no gradient is needed."""
+    model, plan = toy_model(), plan_of(ALL)
+    joint = toy_inputs(plan, objective=ALL, passes="joint")
+    first, second = results(model, joint), results(model, joint)
+    assert all(torch.equal(a, b) for a, b in zip(first[1].values(), second[1].values(), strict=True))
+    with torch.no_grad():
+        torch.testing.assert_close(model(joint).total, first[0].total, rtol=1e-12, atol=0)
+    model.requires_grad_(False)
+    torch.testing.assert_close(model(joint).total, first[0].total, rtol=1e-12, atol=0)
+
+
+def test_nothing_is_held_after_a_step(monkeypatch):
+    """Not by a cycle either, which Python's collector would not see: it would pass through autograd's nodes."""
+    held = weakref.WeakSet()
+
+    class Counted(joint_backward._Kept):
+        def __init__(self, tensor):
+            super().__init__(tensor)
+            held.add(self)
+
+    monkeypatch.setattr(joint_backward, "_Kept", Counted)
+    model, joint = toy_model(), toy_inputs(plan_of(ALL), objective=ALL, passes="joint")
+    total = model(joint).total
+    assert len(held) > 50
+    total.backward()
+    del total
+    assert not held
+    model(joint)
+    assert not held
+
+
+@pytest.mark.parametrize("broken", ["rows", "choices", "numbers"])
+def test_what_is_not_replaced_is_seen(broken, monkeypatch):
+    """Each of the rules is needed: without one of them the gradients are others."""
+    if broken == "rows":
+        monkeypatch.setattr(joint_backward._Copies, "make", lambda self: None)
+    elif broken == "choices":
+        moved = joint_backward._Move.moved
+        monkeypatch.setattr(joint_backward._Move, "moved", lambda self, tensor, other: tensor
+                            if len(tensor) == len(self.source) and tensor.is_floating_point() else moved(self, tensor, other))
+    else:
+        whole = joint_backward._Move.of
+        monkeypatch.setattr(joint_backward._Move, "of", lambda *given: dataclasses.replace(whole(*given), replaced=()))
+    model, plan = toy_model(), plan_of(ALL)
+    wanted = results(model, toy_inputs(plan, objective=ALL))
+    try:
+        found = results(model, toy_inputs(plan, objective=ALL, passes="joint"))
+    except ValueError as error:
+        assert broken == "numbers" and "no rule joins" in str(error)
+        return
+    assert max(differences(wanted[1], found[1]).values()) > 1e-4
+
+
+def test_other_layers_are_refused():
+    plan = plan_of(ALL, LENGTHS[:4], config=LINEAR)
+    with pytest.raises(ValueError, match="set --draft-pass shared"):
+        toy_model(config=LINEAR)(toy_inputs(plan, objective=ALL, config=LINEAR, passes="joint"))
+
+
+def test_long_texts_on_a_cpu_are_not_joined():
+    def suits(longest):
+        return suits_joint(CONFIG, PassSizes.of(plan_of(ALL, ((1, longest - 1),)).microbatches[0][0]), torch.float32, CPU)
+
+    assert suits(100) and not suits_joint(LINEAR, PassSizes.of(plan_of(ALL).microbatches[0][0]), torch.float32, CPU)
+    sizes = dataclasses.replace(PassSizes.of(plan_of(ALL).microbatches[0][0]), longest=1200)
+    assert not suits_joint(CONFIG, sizes, torch.float32, CPU)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", [WIDE, WIDE_MHC], ids=["plain", "mhc"])
+@pytest.mark.parametrize("share", [1.0, 0.5])
+@pytest.mark.parametrize("adapted", [False, True])
+def test_on_a_gpu(config, share, adapted):
+    """In bf16 a joint backward is nearer to fp64 than the bound that the other ways keep to."""
+    from megatron_dllm.parallel import ParallelContext
+
+    device, objective = torch.device("cuda"), ObjectiveConfig(self_conditioning_prob=share)
+    plan = toy_plan(objective, MANY, seed=SEED, config=config)
+    exact = toy_model(config=config)
+    models = [exact, toy_model(torch.bfloat16, config=config, context=ParallelContext.single(device))]
+    for model in models:
+        if adapted:
+            model.requires_grad_(False)
+            add_adapters(model, LoRAConfig(lora_rank=16, lora_targets=("attention", "mlp")), Initializer(3, 0.2))
+    models[1].load_state_dict({name: value.to(models[1].state_dict()[name].dtype) for name, value in exact.state_dict().items()})
+    exact.load_state_dict({name: value.double().cpu() for name, value in models[1].state_dict().items()})
+    given = {"objective": objective, "config": config}
+    wanted = results(exact, toy_inputs(plan, **given))
+
+    def off(passes):
+        inputs = toy_inputs(plan, passes=passes, dtype=torch.float32, device=device, **given)
+        found = results(models[1], inputs)
+        return found[0].total, {name: None if grad is None else grad.double().cpu() for name, grad in found[1].items()}
+
+    shared, apart, joint = (off(passes) for passes in ("shared", "apart", "joint"))
+    torch.testing.assert_close(joint[0], shared[0], rtol=1e-5, atol=0)
+    distances = [differences(wanted[1], found[1]) for found in (shared, apart, joint)]
+    worst = [max(each.values()) for each in distances]
+    assert worst[2] <= 1.5 * max(worst[:2]), (worst, max(distances[2], key=distances[2].get))
