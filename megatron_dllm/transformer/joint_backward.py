@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
+from ..kernels.launch import takes
 from ..moe.permute import Permutation, sort_by_expert
 from .rows import Rows
 
@@ -142,14 +143,14 @@ class _Copies:
 class _Move:
     """How a layer's rows of choices come into the order of those of both passes.
 
-    replaced  (address, new) of the first pass's numbers
-    source    int64 [T k]: for each row, which of the first pass's it is (for the later pass's choices: any)
-    place     int64 [S k]: where the later pass's rows go
+    replaced  (old, new) of the first pass's numbers
+    source    int64 [T k]: for each row, which it is of the first pass's rows, then the later one's
+    num_later S k
     """
 
     replaced: Sequence[tuple[Tensor, Tensor]]
     source: Tensor
-    place: Tensor
+    num_later: int
 
     @classmethod
     def of(cls, first: _Routed, later: _Routed, rows: Rows) -> _Move:
@@ -157,18 +158,23 @@ class _Move:
         indices = first.indices.clone()
         rows.put(indices, later.indices)
         joint = sort_by_expert(indices, len(own.counts))
-        place = joint.row[rows.index].reshape(-1).index_select(0, other.slot)
+        source = own.row.clone()
+        rows.put(source, other.row + len(own.slot))
         replaced = (own.slot, joint.slot), (own.row, joint.row), (own.counts, joint.counts)
-        return cls(replaced, own.row.reshape(-1).index_select(0, joint.slot), place)
+        return cls(replaced, source.reshape(-1).index_select(0, joint.slot), len(other.slot))
 
     def moved(self, tensor: Tensor, other: Tensor) -> Tensor | None:
         """What `tensor` becomes; None where it is none of the layer's choices."""
         for old, new in self.replaced:
             if tensor.data_ptr() == old.data_ptr() and tensor.shape == old.shape:
                 return new
-        if (tensor.shape[:1], other.shape[:1]) != (self.source.shape, self.place.shape):
+        if tensor.dim() == 0 or (len(tensor), len(other)) != (len(self.source), self.num_later):
             return None
-        return tensor.index_select(0, self.source).index_copy_(0, self.place, other)
+        if takes(tensor, other):
+            from ..kernels.choose_rows import choose_rows  # Triton is there with CUDA alone
+
+            return choose_rows(tensor, other, self.source)
+        return torch.cat([tensor, other]).index_select(0, self.source)
 
 
 def grafted(entered: Tensor, leaf: Tensor, result: Tensor) -> Tensor:

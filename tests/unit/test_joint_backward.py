@@ -179,7 +179,7 @@ def test_on_a_gpu(config, share, adapted):
         return found[0].total, {name: None if grad is None else grad.double().cpu() for name, grad in found[1].items()}
 
     shared, apart, joint = (off(passes) for passes in ("shared", "apart", "joint"))
-    torch.testing.assert_close(joint[0], shared[0], rtol=1e-5, atol=0)
+    torch.testing.assert_close(joint[0], shared[0], rtol=1e-4, atol=0)
     distances = [differences(wanted[1], found[1]) for found in (shared, apart, joint)]
     worst = [max(each.values()) for each in distances]
     assert worst[2] <= 1.5 * max(worst[:2]), (worst, max(distances[2], key=distances[2].get))
