@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -13,13 +14,13 @@ from ..data.order import Order
 from ..data.source import ExampleSource
 from ..diffusion.batch_plan import BatchPlan, RowRequest, fit_example, plan_batch
 from ..diffusion.fill import SCORED_MULTIPLE, filled_up
-from ..diffusion.inputs import MicrobatchInputs, microbatch_inputs
+from ..diffusion.inputs import MicrobatchInputs, PassOrder, microbatch_inputs
 from ..diffusion.random import DrawKey, Stream
 from ..diffusion.streams import build_streams
 from ..parallel import ParallelContext
 from ..transformer.packed_attention import packed_types
 from ..transformer.token_pass import SequenceSplit
-from .draft_pass import order_of_passes
+from .draft_pass import may_be_joint, order_of_passes
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,15 @@ class BatchMaker:
             context_split=ContextSplit.of(self.context, self.run.parallel, objective, model), packed=packed_types(training, model),
             second_loop=together and plan.second_loop(number),
             # An evaluation has no backward, which is what another order would spare work in.
-            passes=order_of_passes(self.run, plan, number, self.context.device) if self.stream is Stream.TRAIN else "shared")
+            passes=self._order_of_passes(plan, number) if self.stream is Stream.TRAIN else "shared")
+
+    @cached_property
+    def can_join(self) -> bool:
+        """Whether passes may have one backward; asks the device."""
+        return may_be_joint(self.run, self.context.device)
+
+    def _order_of_passes(self, plan: BatchPlan, number: int) -> PassOrder:
+        return order_of_passes(self.run, plan, number, on_gpu=self.context.device.type == "cuda", can_join=self.can_join)
 
 
 @dataclass(frozen=True)
@@ -125,6 +134,7 @@ class _Iterations(Dataset):
 def training_batches(maker: BatchMaker, *, start_iteration: int, iterations: int) -> Iterator[PreparedBatch]:
     """The batches of iterations start to `iterations`, made ahead by --num-workers processes (0: by the caller); the same in any case."""
     workers = maker.run.data.num_workers
+    _ = maker.can_join  # a forked process may not ask the device
     loader = DataLoader(
         _Iterations(maker), batch_size=None, sampler=range(start_iteration, iterations), num_workers=workers,
         multiprocessing_context="fork" if workers else None)

@@ -27,6 +27,7 @@ from ..config import ModelConfig, RunConfig
 from ..diffusion.batch_plan import BatchPlan, Microbatch
 from ..diffusion.inputs import PassOrder
 from ..kernels.attention_tiles import suits_attention
+from ..moe.experts import choose_product, grouped_linear
 from ..transformer.small_attention import is_small
 from ..transformer.token_pass import LAYER_TYPES
 from .operations import causal_pairs, stack_operations
@@ -108,17 +109,19 @@ def apart_costs_less_on_cpu(model: ModelConfig, sizes: PassSizes) -> bool:
     return sizes.drafts > 0 and again < 2 * sizes.drafts * a_token + model.num_layers * OPERATIONS_STARTED
 
 
-def order_of_passes(run: RunConfig, plan: BatchPlan, number: int, device: torch.device) -> PassOrder:
+def order_of_passes(run: RunConfig, plan: BatchPlan, number: int, *, on_gpu: bool, can_join: bool) -> PassOrder:
     """The order of passes of every rank's microbatch `number`: ranks that share experts have to agree, so an order is taken where every
-    rank that has drafts gains by it. What ranks send each other is not weighed: `apart` is one dispatch more forward and one less back."""
-    wanted, on_gpu = run.training.draft_pass, device.type == "cuda"
+    rank that has drafts gains by it. What ranks send each other is not weighed: `apart` is one dispatch more forward and one less back.
+
+    can_join: what `may_be_joint` says of the run.
+    """
+    wanted = run.training.draft_pass
     if wanted in ("shared", "apart"):
         return wanted
     drafted = [own for own in (PassSizes.of(rank[number]) for rank in plan.microbatches) if own.drafts]
-    dtype = torch.bfloat16 if run.training.bf16 else torch.float32
     if not drafted:
         return "shared"
-    if (on_gpu or wanted == "joint") and may_be_joint(run) and all(suits_joint(run.model, own, dtype, device) for own in drafted):
+    if can_join and (on_gpu or wanted == "joint" and all(is_short(own) for own in drafted)):
         return "joint"
     if on_gpu:
         is_apart = all(chosen_apart(run, own) for own in drafted)
@@ -127,24 +130,28 @@ def order_of_passes(run: RunConfig, plan: BatchPlan, number: int, device: torch.
     return "apart" if is_apart and wanted == "auto" else "shared"
 
 
-def suits_joint(model: ModelConfig, sizes: PassSizes, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether what the layers keep of such a microbatch can be joined: all attend, by our kernels, or on a CPU by products of short pieces;
-    tokens have several experts (with one, rows of tokens and of choices could not be told apart)."""
-    if model.moe_router_topk == 1 or set(model.layer_types) - set(LAYER_TYPES):
-        return False
-    if device.type == "cuda":
-        return all(suits_attention(model.head_dim(layer), dtype, device) for layer in range(model.num_layers))
+def is_short(sizes: PassSizes) -> bool:
+    """Whether on a CPU attention is products of short pieces, which keep rows alone if asked to; that of longer ones is not ours."""
     return is_small(sizes.longest, sizes.longest, causal=True) and is_small(sizes.a_canvas, sizes.longest + sizes.a_canvas, causal=False)
 
 
-def may_be_joint(run: RunConfig) -> bool:
-    """Whether the configuration leaves everything on one rank, keeps it all, in our own functions, and no loss depends on the order."""
-    parallel, training, lora = run.parallel, run.training, run.lora
+def may_be_joint(run: RunConfig, device: torch.device) -> bool:
+    """Whether one rank has everything and keeps it all, in functions that keep what transformer/joint_backward.py knows, and no loss
+    depends on the order. On a GPU these are the kernels for sm_90 and sm_100. Asks the device, which a forked process cannot."""
+    parallel, training, lora, model = run.parallel, run.training, run.lora, run.model
     ranks = parallel.tensor_model_parallel_size * parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size
     adapts_experts = lora.lora_rank is not None and "experts" in lora.lora_targets
-    return (_may_be_apart(run) and ranks == 1 and training.recompute_granularity is None and training.transformer_impl == "local"
-            and run.moe.moe_token_dispatcher_type == "alltoall" and not run.moe.moe_z_loss_coeff
-            and not (lora.lora_dropout or adapts_experts))
+    # With one expert a token, rows of tokens could not be told from rows of choices.
+    is_ours = (training.transformer_impl == "local" and run.moe.moe_token_dispatcher_type == "alltoall" and model.moe_router_topk > 1
+               and not set(model.layer_types) - set(LAYER_TYPES))
+    if not (_may_be_apart(run) and ranks == 1 and is_ours and training.recompute_granularity is None) or (
+            run.moe.moe_z_loss_coeff or lora.lora_dropout or adapts_experts):
+        return False
+    if device.type == "cpu":
+        return True
+    dtype = torch.bfloat16 if training.bf16 else torch.float32
+    product = choose_product(dtype, device, model.hidden_size, model.moe_ffn_hidden_size, grouped=run.moe.moe_grouped_gemm)
+    return product is grouped_linear and all(suits_attention(model.head_dim(layer), dtype, device) for layer in range(model.num_layers))
 
 
 def chosen_apart(run: RunConfig, sizes: PassSizes) -> bool:

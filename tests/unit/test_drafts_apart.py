@@ -160,18 +160,21 @@ def test_pass_sizes():
     assert found.seen.tolist() == [e.canvas_start(e.canvases[0]) for e in drafted] and 0 < found.drafts < found.canvas
 
 
-@pytest.mark.parametrize("flags, device, order", [
+@pytest.mark.parametrize("flags, kind, order", [
     ("", "cuda", "joint"), ("", "cpu", "apart"), ("--recompute-granularity full", "cuda", "apart"),
     ("--tensor-model-parallel-size 2", "cuda", "apart"), ("--moe-token-dispatcher-type allgather", "cuda", "apart"),
     ("--lora-rank 2 --lora-dropout 0.5", "cuda", "apart"), ("--moe-z-loss-coeff 0.01", "cuda", "apart"),
+    ("--no-moe-grouped-gemm", "cuda", "apart"), ("--lora-rank 2 --lora-targets experts", "cuda", "apart"),
+    ("--moe-router-topk 1", "cuda", "apart"), ("--no-moe-grouped-gemm --draft-pass joint", "cpu", "joint"),
     ("--draft-pass shared", "cuda", "shared"), ("--draft-pass shared", "cpu", "shared"), ("--draft-pass apart", "cpu", "apart"),
     ("--draft-pass joint", "cpu", "joint"), ("--moe-aux-loss-coeff 0.01", "cuda", "shared"), ("--moe-aux-loss-coeff 0.01", "cpu", "shared"),
     ("--context-parallel-size 2", "cpu", "shared"), ("--tensor-model-parallel-size 2 --sequence-parallel", "cuda", "shared"),
     ("--context-parallel-size 2", "cuda", "shared"), ("--self-conditioning-prob 0", "cuda", "shared")])
-def test_order_of_passes(flags, device, order, monkeypatch):
+def test_order_of_passes(flags, kind, order, monkeypatch):
     # One canvas of 4 tokens after few: on a GPU weights are most of it, on a CPU starting operations.
     monkeypatch.setattr(draft_pass, "suits_attention", lambda *given: True)  # as on an H200
+    device = torch.device(kind)
     words = ["--bf16", "--train-iters", "1", "--data-source", "sudoku", "--preset", "toy", "--self-conditioning-prob", "1", *flags.split()]
     run = parse(words)
     plan = plan_of(run.objective, LENGTHS[2:3])
-    assert order_of_passes(run, plan, 0, torch.device(device)) == order
+    assert order_of_passes(run, plan, 0, on_gpu=kind == "cuda", can_join=draft_pass.may_be_joint(run, device)) == order

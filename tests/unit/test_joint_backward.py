@@ -1,20 +1,25 @@
 """One backward for both passes: the losses, gradients and figures of a backward for each."""
 import dataclasses
+import os
 import weakref
 
+import numpy as np
 import pytest
 import torch
 
-from megatron_dllm.config import PRESETS, LoRAConfig, ObjectiveConfig
+from megatron_dllm.config import PRESETS, LoRAConfig, ObjectiveConfig, parse
+from megatron_dllm.data.order import Row
 from megatron_dllm.diffusion.fill import filled_up
+from megatron_dllm.diffusion.random import Stream
 from megatron_dllm.models.diffusion_gemma.lora import add_adapters
+from megatron_dllm.parallel import ParallelContext
 from megatron_dllm.tensor_parallel.initialization import Initializer
-from megatron_dllm.training.draft_pass import PassSizes, suits_joint
+from megatron_dllm.training import batches
+from megatron_dllm.training.draft_pass import PassSizes, is_short
 from megatron_dllm.transformer import joint_backward
 from tests.unit.test_drafts_apart import ALL, CASES, LINEAR, SEED, SOME
 from tests.unit.toy import CONFIG, LENGTHS, toy_inputs, toy_model, toy_plan
 
-CPU = torch.device("cpu")
 JOINED = [case for case in CASES if case != "linear layers"]
 # The widths that kernels take, and enough tokens that rows of several tiles are moved.
 WIDE = dataclasses.replace(
@@ -144,12 +149,28 @@ def test_other_layers_are_refused():
 
 
 def test_long_texts_on_a_cpu_are_not_joined():
-    def suits(longest):
-        return suits_joint(CONFIG, PassSizes.of(plan_of(ALL, ((1, longest - 1),)).microbatches[0][0]), torch.float32, CPU)
+    sizes = PassSizes.of(plan_of(ALL).microbatches[0][0])
+    assert is_short(sizes) and is_short(dataclasses.replace(sizes, longest=1000)) and not is_short(dataclasses.replace(sizes, longest=1200))
 
-    assert suits(100) and not suits_joint(LINEAR, PassSizes.of(plan_of(ALL).microbatches[0][0]), torch.float32, CPU)
-    sizes = dataclasses.replace(PassSizes.of(plan_of(ALL).microbatches[0][0]), longest=1200)
-    assert not suits_joint(CONFIG, sizes, torch.float32, CPU)
+
+def test_the_device_is_asked_before_processes_are_forked(monkeypatch):
+    """A forked process that asks a CUDA device fails."""
+    asked, parent = [], os.getpid()
+    monkeypatch.setattr(batches, "may_be_joint", lambda *given: asked.append(os.getpid()) or False)
+    words = "--preset toy --train-iters 2 --data-source sudoku --num-workers 1 --global-batch-size 2 --self-conditioning-prob 1"
+    run = parse(words.split())
+
+    class Examples:
+        keys, lengths, truncated = np.zeros((8, 2), np.int64), np.full((8, 2), 9), np.zeros(8, bool)
+
+        def row(self, number):
+            return Row(0, (number % 8,))
+
+        def tokens(self, index):
+            return np.full(18, 5, np.int64)
+
+    maker = batches.BatchMaker(run, Examples(), Examples(), Stream.TRAIN, ParallelContext.single())
+    assert len(list(batches.training_batches(maker, start_iteration=0, iterations=2))) == 2 and asked == [parent]
 
 
 @pytest.mark.gpu
@@ -158,8 +179,6 @@ def test_long_texts_on_a_cpu_are_not_joined():
 @pytest.mark.parametrize("adapted", [False, True])
 def test_on_a_gpu(config, share, adapted):
     """In bf16 a joint backward is nearer to fp64 than the bound that the other ways keep to."""
-    from megatron_dllm.parallel import ParallelContext
-
     device, objective = torch.device("cuda"), ObjectiveConfig(self_conditioning_prob=share)
     plan = toy_plan(objective, MANY, seed=SEED, config=config)
     exact = toy_model(config=config)
