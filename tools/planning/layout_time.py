@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 
 from megatron_dllm.config import RunConfig, TrainingConfig
-from megatron_dllm.training.draft_pass import PassSizes, chosen_apart
+from megatron_dllm.training.draft_pass import PassSizes, chosen_apart, may_be_joint
 from megatron_dllm.training.operations import Operations, StepOperations, TokenCounts, causal_pairs, stack_operations, step_operations
 
 # TFLOP/s of the layers' products, of attention (by visible pairs, the backward counted as twice the forward) and of the head; bytes that a
@@ -21,7 +22,7 @@ from megatron_dllm.training.operations import Operations, StepOperations, TokenC
 # within 8 %, all but the last figure of each with every row self-conditioned.
 LAYER_TFLOPS, ATTENTION_TFLOPS, HEAD_TFLOPS = 450.0, 250.0, 650.0
 TRAINED_BYTES, FROZEN_BYTES, REPEATED_BYTES = 16, 10, 2
-APART_BYTES = 2  # that are not read where drafts are made beforehand, and so all has one backward
+ONE_BACKWARD_BYTES = 2  # that are not read where both passes have one backward, or drafts are made beforehand, without any
 # What residual streams add to a layer's work at n = 4, by CUDA graphs on one H200: 118.1 ms beside 110.0 for 6 layers with the head.
 STREAMS_SHARE = 0.10
 # Milliseconds in which the host starts a layer's forward and backward for one microbatch, without graphs, on the faster of the hosts that
@@ -42,10 +43,10 @@ NVLINK_GB_PER_S, NETWORK_GB_PER_S = 250.0, 40.0
 # Milliseconds of one dispatch or combine of few tokens beyond its bytes, and of what the device does more around it: two H200s' graphs of 8
 # layers exposed 2.9 ms of 64 of them, and took 9 ms more than the same work without.
 DISPATCH_MS, ROUTING_MS = 0.03, 0.12
-# Of the host's time for a layer, what is left where drafts are made beforehand: two forwards and one backward of three passes instead of
-# two of each. Without recompute 0.8 on two H200s with alltoall (0.63 of the operations, counted on the toy); with it one forward less
-# besides, which is counted in proportion: not measured.
-APART_LAUNCHES = {None: 0.8, "selective": 0.8, "full": 0.75}
+# Of the host's time for a layer, what is left of two forwards and two backwards where there is one backward. Drafts made beforehand: 0.8
+# on two H200s with alltoall (0.63 of the operations, counted on the toy); with recompute one forward less besides, which is counted in
+# proportion: not measured. One backward for both passes: the same is taken; adapters on one H200 give 10 ms a layer, of 13 to 16 before.
+ONE_BACKWARD_LAUNCHES = {None: 0.8, "selective": 0.8, "full": 0.75}
 # Of the device's work of a microbatch, what gradients are summed beside, where neither a graph nor a pipeline runs it.
 HIDDEN_SHARE = 0.3
 # Dense bf16 peaks, to scale the achieved rate to another GPU (an extrapolation); memory in GiB.
@@ -122,15 +123,19 @@ def pass_sizes(tokens: TokenCounts, canvases: int) -> PassSizes:
 
 
 def with_draft_pass(run: RunConfig, canvases: int) -> RunConfig:
-    """`run` with the --draft-pass that its microbatches of full rows take on a GPU."""
-    if run.training.draft_pass != "auto":
+    """`run` with the --draft-pass that its microbatches of full rows take on a GPU where they have drafts."""
+    if run.training.draft_pass not in ("auto", "joint"):
         return run
-    tokens = token_counts(run, run.training.micro_batch_size, canvases=canvases)
+    drafted = float(run.objective.self_conditioning_prob > 0)
+    tokens = token_counts(run, run.training.micro_batch_size, canvases=canvases, conditioned=drafted)
     if run.parallel.expert_model_parallel_size > 1:
         # Ranks that share experts agree, so that the row whose draft sees most decides for all.
         tokens = replace(tokens, canvas_prefix=np.full_like(tokens.canvas_prefix, max(run.data.seq_length - run.model.canvas_length, 0)))
     sizes = pass_sizes(tokens, canvases)
-    return replace(run, training=replace(run.training, draft_pass="apart" if chosen_apart(run, sizes) else "shared"))
+    # Of a CPU the configuration alone is asked, not what it can; our kernels for a GPU take 16 bits.
+    is_joint = sizes.drafts and run.training.bf16 and may_be_joint(run, torch.device("cpu"))
+    is_apart = run.training.draft_pass == "auto" and chosen_apart(run, sizes)
+    return replace(run, training=replace(run.training, draft_pass="joint" if is_joint else "apart" if is_apart else "shared"))
 
 
 def work_ms(counted: StepOperations, gpu: str) -> float:
@@ -146,7 +151,8 @@ def work_ms(counted: StepOperations, gpu: str) -> float:
 
 def moved_ms(weights: Mapping[tuple[str, bool, int], float], training: TrainingConfig) -> float:
     """For what a microbatch moves for one rank's weights, given as elements by (grid, trained, bytes of an element)."""
-    again = (REPEATED_BYTES if training.recompute_granularity == "full" else 0) - (APART_BYTES if training.draft_pass == "apart" else 0)
+    again = REPEATED_BYTES if training.recompute_granularity == "full" else 0
+    again -= ONE_BACKWARD_BYTES if training.draft_pass in ("apart", "joint") else 0
     return sum(count * ((TRAINED_BYTES if trained else FROZEN_BYTES) + again)
                for (_, trained, _), count in weights.items()) / COPY_TB_PER_S / 1e9
 
@@ -165,8 +171,8 @@ def launch_ms(run: RunConfig, layers: float, host: float = 1.0) -> float:
     spread, recomputes = parallel.expert_model_parallel_size > 1, training.recompute_granularity == "full"
     a_layer = (LAUNCH_MS_PER_LAYER + DISPATCH_LAUNCH_MS * spread + ALLTOALL_LAUNCH_MS * (spread and run.moe.dispatcher == "alltoall")
                + TENSOR_LAUNCH_MS * (parallel.tensor_model_parallel_size > 1) + STREAMS_LAUNCH_MS * run.model.enable_mhc_connections)
-    if training.draft_pass == "apart":
-        a_layer *= APART_LAUNCHES[training.recompute_granularity]
+    if training.draft_pass in ("apart", "joint"):
+        a_layer *= ONE_BACKWARD_LAUNCHES[training.recompute_granularity]
     anew = ANEW_LAUNCH_MS * (spread and recomputes and not run.moe.moe_recompute_replay)
     return layers * host * (a_layer * (RECOMPUTED_LAUNCHES if recomputes else 1) + anew)
 

@@ -19,7 +19,7 @@ SIX, EIGHT, TWELVE = ("--num-layers 6", "--num-layers 8 --freeze-router --global
                       "--num-layers 12 --self-conditioning-prob 0.875 --global-batch-size 8")
 LORA = "--lora-rank 16"
 GRAPHS, FULL = "--cuda-graph-impl local", "--recompute-granularity full"
-SHARED = "--draft-pass shared"  # as before there was a choice
+SHARED = "--draft-pass shared"  # as before there was a choice, or as was chosen before both passes could have one backward
 EXPERTS = f"{EIGHT} {SHARED} --expert-model-parallel-size 2"
 DEEPEP, BOUND = "--moe-token-dispatcher-type deepep", "--moe-max-tokens-per-rank 1280"
 STREAMS = "--enable-mhc-connections --mhc-num-residual-streams 4"
@@ -78,17 +78,21 @@ def suite(ms: dict[str, tuple[float, float]], far: dict[str, str]) -> list[Measu
 
 
 MEASURED = (
-    *(one(f"6 layers, {rows} x {length}, graphs", f"{SIX} {GRAPHS}", ms, stepped=False, rows=rows, length=length)
-      for rows, length, ms in ((4, 1024, 111.9), (1, 4096, 95.4), (1, 1024, 39.1), (1, 32768, 749.8))),
-    one("6 layers, 1 x 4096, 8 canvases, graphs", f"{SIX} {GRAPHS}", 147.0, stepped=False, length=4096, canvases=8),
-    one("6 layers, 4 x 1024, mHC 4, graphs", f"{SIX} {GRAPHS} {STREAMS}", 120.9, stepped=False, rows=4),
-    one("6 layers, 4 x 1024, AdamW, graphs", f"{SIX} {GRAPHS}", 158.0, 108.5, rows=4),
+    *(one(f"6 layers, {rows} x {length}, graphs", f"{SIX} {GRAPHS} --draft-pass {passes}", ms, stepped=False, rows=rows, length=length)
+      for rows, length, passes, ms in ((4, 1024, "shared", 111.9), (1, 4096, "shared", 95.4), (1, 1024, "apart", 39.1),
+                                       (1, 32768, "shared", 749.8))),
+    one("6 layers, 1 x 4096, 8 canvases, graphs", f"{SIX} {GRAPHS} {SHARED}", 147.0, stepped=False, length=4096, canvases=8),
+    one("6 layers, 4 x 1024, mHC 4, graphs", f"{SIX} {GRAPHS} {SHARED} {STREAMS}", 120.9, stepped=False, rows=4),
+    one("6 layers, 4 x 1024, AdamW, graphs", f"{SIX} {GRAPHS} {SHARED}", 158.0, 108.5, rows=4),
     one("6 layers, 1 x 32768, full recompute", f"{SIX} {FULL}", 876.4, 46.2, stepped=False, length=32768),
-    one("adapters, 4 x 1024, graphs", f"{LORA} {GRAPHS}", 251.2, 72.3, rows=4),
-    one("adapters, 1 x 1024, graphs", f"{LORA} {GRAPHS}", 93.6, 55.6),
+    one("adapters, 4 x 1024, graphs, two backwards", f"{LORA} {GRAPHS} {SHARED}", 251.2, 72.3, rows=4),
     one("adapters, 4 x 1024, graphs, full recompute", f"{LORA} {GRAPHS} {FULL}", 383.7, 54.4, rows=4),
-    one("adapters, 4 x 1024", LORA, 493.4, 71.2, rows=4),
-    one("adapters, 1 x 1024", f"{LORA} {SHARED}", 397.9, 54.0),
+    one("adapters, 4 x 1024, two backwards", f"{LORA} {SHARED}", 493.4, 71.2, rows=4),
+    one("adapters, 1 x 1024, two backwards", f"{LORA} {SHARED}", 397.9, 54.0),
+    one("adapters, 4 x 1024, graphs", f"{LORA} {GRAPHS}", 235.0, 71.3, rows=4),
+    one("adapters, 1 x 1024, graphs", f"{LORA} {GRAPHS}", 82.9, 54.1),
+    one("adapters, 4 x 1024", LORA, 313.9, 71.3, rows=4),
+    one("adapters, 1 x 1024", LORA, 357.1, 54.0),
     two("8 layers, EP2, deepep, replay, the faster host", f"{EXPERTS} {DEEPEP} {FULL}", 282.2, 70.6),
     two("8 layers, EP2, deepep, no replay, the faster host", f"{EXPERTS} {DEEPEP} {FULL} --no-moe-recompute-replay", 313.6, 70.5),
     two("8 layers, EP2, alltoall, the faster host", EXPERTS, 219.7, 72.5),
