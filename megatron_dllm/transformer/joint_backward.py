@@ -9,7 +9,7 @@ of the drafts' (`KeptTensors.take_over`). Both run the same functions in the sam
 tensor; nothing has to be known of the functions but what the rows of a tensor are:
 
     of one shape in both           weights, and what is made of weights alone: left as it is
-    a row a token                  the second's rows are copied into the first's
+    a row a token                  the second's rows are copied into the first's (the second may have rows for all tokens, as of keys)
     a row a choice, by expert      put in the order of the choices of both, as are the numbers that say where a choice's row stands
 
 A layer whose functions keep anything else cannot be joined: `take_over` refuses it (training/draft_pass.py says where it may be tried).
@@ -18,7 +18,7 @@ Legend: T tokens of the first pass, S of the second, k experts a token.
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -51,10 +51,14 @@ class _Routed:
 
 
 class KeptTensors:
-    """All that autograd keeps of a pass, in order, and its routing, layer by layer."""
+    """All that autograd keeps of a pass of so many tokens, in order, and its routing, layer by layer.
 
-    def __init__(self, num_tokens: int):
+    given: what the pass is given (tables of positions and the like), which is equal for both passes' tokens, and not ours to write to.
+    """
+
+    def __init__(self, num_tokens: int, given: Iterable[Tensor] = ()):
         self.num_tokens = num_tokens
+        self._given = {tensor.data_ptr() for tensor in given}
         self._kept: list[_Kept] = []
         self._routed: list[_Routed] = []
 
@@ -90,11 +94,8 @@ class KeptTensors:
             moved = moves[layer].moved(own.tensor, other.tensor) if layer >= 0 else None
             if moved is not None:
                 own.tensor = moved
-            elif own.tensor.shape != other.tensor.shape:
+            elif own.tensor.data_ptr() not in self._given:
                 copies.add(own.tensor, other.tensor)
-            elif own.tensor.numel() and not own.tensor.is_floating_point() and own.tensor.data_ptr() != other.tensor.data_ptr():
-                raise ValueError(f"two passes that are to have one backward each kept {tuple(own.tensor.shape)} numbers of "
-                                 f"{own.tensor.dtype}, which no rule joins; set --draft-pass shared")
         copies.make()
         self._kept, self._routed, later._kept, later._routed = [], [], [], []
 
@@ -111,7 +112,10 @@ class _Copies:
         self._pairs: dict[tuple, tuple[Tensor, Tensor]] = {}
 
     def add(self, tensor: Tensor, other: Tensor) -> None:
-        """That of a row a token, along whichever dimension."""
+        """That of a row a token, along whichever dimension; of what has one shape nothing, unless it has a row for all tokens in both."""
+        if tensor.shape == other.shape:
+            self._add_alike(tensor, other)
+            return
         unlike = [dim for dim, sizes in enumerate(zip(tensor.shape, other.shape, strict=False)) if sizes[0] != sizes[1]]
         if tensor.dim() != other.dim() or len(unlike) != 1 or (tensor.shape[unlike[0]], other.shape[unlike[0]]) != self.sizes:
             raise ValueError(f"passes of {self.sizes[0]} and {self.sizes[1]} tokens that are to have one backward kept tensors of shapes "
@@ -119,6 +123,15 @@ class _Copies:
         if unlike != [0]:
             tensor, other = tensor.transpose(0, unlike[0]), other.transpose(0, unlike[0])
         self._pairs[tensor.data_ptr(), tensor.shape, tensor.stride()] = tensor, other
+
+    def _add_alike(self, tensor: Tensor, other: Tensor) -> None:
+        if tensor.data_ptr() == other.data_ptr() or not tensor.numel():
+            return
+        if len(tensor.shape) and len(tensor) == self.sizes[0]:  # keys, say, which the later pass has of all tokens, in another dtype
+            self._pairs[tensor.data_ptr(), tensor.shape, tensor.stride()] = tensor, self.rows.chosen(other)
+        elif not tensor.is_floating_point():
+            raise ValueError(f"two passes that are to have one backward each kept {tuple(tensor.shape)} numbers of {tensor.dtype}, which "
+                             "no rule joins; set --draft-pass shared")
 
     def make(self) -> None:
         index, pairs = self.rows.index, list(self._pairs.values())

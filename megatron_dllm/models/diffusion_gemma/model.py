@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ...config import ModelConfig, MoEConfig
 from ...diffusion.inputs import DraftInputs, JointInputs, MicrobatchInputs
 from ...diffusion.losses import LossTerms, loss_terms
+from ...diffusion.nested import tensors_of
 from ...kernels.launch import takes
 from ...moe.balance import BalanceLosses, RoutingMonitor
 from ...moe.dispatchers.build import build_dispatcher
@@ -257,7 +258,7 @@ class DiffusionGemma(nn.Module):
 
     def _kept_pass(self, x: Tensor, token_pass: TokenPass, earlier: Contexts | None = None) -> tuple[Tensor, Contexts, KeptTensors]:
         """`run_layers`, and what it keeps for the backward."""
-        kept = KeptTensors(token_pass.num_tokens)
+        kept = KeptTensors(token_pass.num_tokens, tensors_of(token_pass))
         if token_pass.routed is not None:
             token_pass = dataclasses.replace(token_pass, routed=dataclasses.replace(token_pass.routed, note_routing=kept.note_routing))
         with kept.recorded():
