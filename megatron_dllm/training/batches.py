@@ -104,8 +104,13 @@ class BatchMaker:
 
     @cached_property
     def can_join(self) -> bool:
-        """Whether passes may have one backward; asks the device."""
-        return may_be_joint(self.run, self.context.device)
+        """Whether passes may have one backward; asks the device. ValueError where the flags ask for it and it cannot be."""
+        can_join = may_be_joint(self.run, self.context.device)
+        if self.run.training.draft_pass == "joint" and not can_join:
+            raise ValueError(f"--draft-pass joint: on {self.context.device} layers are joined where our kernels for sm_90 and sm_100 "
+                             "attend and multiply (--bf16, --moe-grouped-gemm, widths that are multiples of 8, heads of a power of two up "
+                             "to 512); set --draft-pass auto")
+        return can_join
 
     def _order_of_passes(self, plan: BatchPlan, number: int) -> PassOrder:
         return order_of_passes(self.run, plan, number, on_gpu=self.context.device.type == "cuda", can_join=self.can_join)

@@ -121,7 +121,7 @@ def order_of_passes(run: RunConfig, plan: BatchPlan, number: int, *, on_gpu: boo
     drafted = [own for own in (PassSizes.of(rank[number]) for rank in plan.microbatches) if own.drafts]
     if not drafted:
         return "shared"
-    if can_join and (on_gpu or wanted == "joint" and all(is_short(own) for own in drafted)):
+    if can_join and (on_gpu or wanted == "joint" and all(is_short(own, run.model.window_size) for own in drafted)):
         return "joint"
     if on_gpu:
         is_apart = all(chosen_apart(run, own) for own in drafted)
@@ -130,9 +130,12 @@ def order_of_passes(run: RunConfig, plan: BatchPlan, number: int, *, on_gpu: boo
     return "apart" if is_apart and wanted == "auto" else "shared"
 
 
-def is_short(sizes: PassSizes) -> bool:
+def is_short(sizes: PassSizes, window: int) -> bool:
     """Whether on a CPU attention is products of short pieces, which keep rows alone if asked to; that of longer ones is not ours."""
-    return is_small(sizes.longest, sizes.longest, causal=True) and is_small(sizes.a_canvas, sizes.longest + sizes.a_canvas, causal=False)
+    # Of a text that is longer than the window, sliding layers take bands (attention_work): half a window of queries, and what these see.
+    bands = sizes.longest <= window or is_small(window, 2 * window, causal=False)
+    return (bands and is_small(sizes.longest, sizes.longest, causal=True)
+            and is_small(sizes.a_canvas, sizes.longest + sizes.a_canvas, causal=False))
 
 
 def may_be_joint(run: RunConfig, device: torch.device) -> bool:

@@ -9,7 +9,9 @@ of the drafts' (`KeptTensors.take_over`). Both run the same functions in the sam
 tensor; nothing has to be known of the functions but what the rows of a tensor are:
 
     of one shape in both           weights, and what is made of weights alone: left as it is
-    a row a token                  the second's rows are copied into the first's (the second may have rows for all tokens, as of keys)
+    a row a token                  the second's rows are copied into the first's
+    keys and values                are of all tokens in both: one memory, into which the second pass writes its own (ReplacedContext), or
+                                   copies of it, from which rows are taken
     a row a choice, by expert      put in the order of the choices of both, as are the numbers that say where a choice's row stands
 
 A layer whose functions keep anything else cannot be joined: `take_over` refuses it (training/draft_pass.py says where it may be tried).

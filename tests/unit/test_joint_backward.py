@@ -21,6 +21,7 @@ from megatron_dllm.transformer import joint_backward
 from tests.unit.kernel_cases import DEVICES
 from tests.unit.test_drafts_apart import ALL, CASES, LINEAR, SEED, SOME
 from tests.unit.toy import CONFIG, LENGTHS, toy_inputs, toy_model, toy_plan
+from tools.benchmarking.workload import calm
 
 JOINED = [case for case in CASES if case != "linear layers"]
 # The widths that kernels take, and enough tokens that rows of several tiles are moved.
@@ -152,7 +153,28 @@ def test_other_layers_are_refused():
 
 def test_long_texts_on_a_cpu_are_not_joined():
     sizes = PassSizes.of(plan_of(ALL).microbatches[0][0])
-    assert is_short(sizes) and is_short(dataclasses.replace(sizes, longest=1000)) and not is_short(dataclasses.replace(sizes, longest=1200))
+    assert is_short(sizes, 7) and not is_short(dataclasses.replace(sizes, longest=1200), 7)
+    for longest, window in ((1000, 200), (1000, 1000), (500, 600)):
+        assert is_short(dataclasses.replace(sizes, longest=longest), window)
+    assert not is_short(dataclasses.replace(sizes, longest=952), 600)
+
+
+@pytest.mark.parametrize("window", [7, 200, 256, 300, 600])
+def test_what_is_short_is_small_attention(window):
+    """Else the attention of a joint pass refuses to keep rows."""
+    for longest in (60, 300, 700, 1000):
+        plan = toy_plan(ALL, ((longest // 2, longest - longest // 2 - 4),), config=CONFIG, seq_length=1024)
+        if is_short(PassSizes.of(plan.microbatches[0][0]), window):
+            inputs = toy_inputs(plan, objective=ALL, config=dataclasses.replace(CONFIG, window_size=window), passes="joint")
+            for token_pass in (inputs.first_pass, inputs.second_pass):
+                assert all(token_pass.layers[kind].attention.work.small is not None for kind in ("sliding", "full"))
+
+
+def test_a_flag_that_cannot_be_followed_is_refused(monkeypatch):
+    monkeypatch.setattr(batches, "may_be_joint", lambda *given: False)
+    run = parse("--preset toy --train-iters 2 --data-source sudoku --draft-pass joint --self-conditioning-prob 1".split())
+    with pytest.raises(ValueError, match="--draft-pass joint: on cpu layers are joined where"):
+        batches.BatchMaker(run, None, None, Stream.TRAIN, ParallelContext.single()).can_join  # noqa: B018 (the question is the test)
 
 
 def test_the_device_is_asked_before_processes_are_forked(monkeypatch):
@@ -179,28 +201,23 @@ def test_the_device_is_asked_before_processes_are_forked(monkeypatch):
 @pytest.mark.parametrize("config", [WIDE, WIDE_MHC], ids=["plain", "mhc"])
 @pytest.mark.parametrize("share, adapted", [(1.0, False), (0.5, False), (1.0, True)])
 def test_in_16_bits(device, config, share, adapted):
-    """A joint backward is as near to fp64 as the other ways."""
+    """Calm, as the other ways' roundings are otherwise as large as what is to be seen."""
     device, objective = torch.device(device), ObjectiveConfig(self_conditioning_prob=share)
     plan = toy_plan(objective, MANY, seed=SEED, config=config)
-    exact = toy_model(config=config)
-    models = [exact, toy_model(torch.bfloat16, config=config, context=ParallelContext.single(device))]
-    for model in models:
-        if adapted:
-            model.requires_grad_(False)
-            add_adapters(model, LoRAConfig(lora_rank=16, lora_targets=("attention", "mlp")), Initializer(3, 0.2))
-    models[1].load_state_dict({name: value.to(models[1].state_dict()[name].dtype) for name, value in exact.state_dict().items()})
-    exact.load_state_dict({name: value.double().cpu() for name, value in models[1].state_dict().items()})
+    model = toy_model(torch.bfloat16, config=config, context=ParallelContext.single(device))
+    calm(model)
+    if adapted:
+        model.requires_grad_(False)
+        add_adapters(model, LoRAConfig(lora_rank=16, lora_targets=("attention", "mlp")), Initializer(3, 0.2))
     given = {"objective": objective, "config": config}
-    wanted = results(exact, toy_inputs(plan, **given))
 
-    def off(passes):
-        """The loss, and the distance of all gradients from the exact ones, beside their norm. Inputs lie in one piece of memory, as in
-        training, so that a write to one would be seen as one to all."""
+    def found(passes):
+        """Inputs lie in one piece of memory, as in training, so that a write to one would be seen as one to all."""
         inputs = on_device(toy_inputs(plan, passes=passes, dtype=torch.float32, **given), device)
-        loss, found, _ = results(models[1], inputs)
-        pairs = [(grad.double().cpu(), wanted[1][name]) for name, grad in found.items() if grad is not None]
-        norm, distance = (sum(part.square().sum() for part in parts).sqrt() for parts in ([w for _, w in pairs], [g - w for g, w in pairs]))
-        return float(loss.total), float(distance / norm)
+        terms, grads, _ = results(model, inputs)
+        return float(terms.total), torch.cat([grad.double().flatten() for grad in grads.values() if grad is not None])
 
-    shared, apart, joint = (off(passes) for passes in ("shared", "apart", "joint"))
-    assert abs(joint[0] - shared[0]) <= 2e-3 * abs(shared[0]) and joint[1] <= 1.5 * max(shared[1], apart[1])
+    (loss, wanted), (_, apart), (own_loss, joint) = (found(passes) for passes in ("shared", "apart", "joint"))
+    assert abs(own_loss - loss) <= 2e-3 * abs(loss)
+    # Left as it is after the first pass, a joint gradient is off by more than its own size.
+    assert (joint - wanted).norm() <= max(0.02 * wanted.norm(), 2 * (apart - wanted).norm()) <= 0.1 * wanted.norm()

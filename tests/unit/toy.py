@@ -33,10 +33,11 @@ def toy_model(dtype=torch.float64, *, recompute=frozenset(), config=CONFIG, seed
     return model
 
 
-def toy_plan(objective=None, lengths=LENGTHS, *, micro_batch_size=None, config=CONFIG, seed=4, packed=False) -> BatchPlan:
+def toy_plan(objective=None, lengths=LENGTHS, *, micro_batch_size=None, config=CONFIG, seed=4, packed=False,
+             seq_length=128) -> BatchPlan:
     """A plan of examples with these (prompt, response) lengths, a row each, or all in one row."""
     keys = [DrawKey(seed, Stream.TRAIN, 0, i, 0) for i in range(len(lengths))]
-    fits = [fit_example(*pair, seq_length=128, canvas_length=config.canvas_length) for pair in lengths]
+    fits = [fit_example(*pair, seq_length=seq_length, canvas_length=config.canvas_length) for pair in lengths]
     rows = [RowRequest([i], [key], [fit], [False]) for i, (key, fit) in enumerate(zip(keys, fits, strict=True))]
     if packed:
         rows = [RowRequest(list(range(len(lengths))), keys, fits, [False] * len(lengths))]

@@ -47,7 +47,7 @@ ROWS = (Row(4, True, 5.0, 75.0), Row(1, True, 8.0), Row(4, False), Row(1, False)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, default=30, help="Layers, every sixth and the last a full one.")
     parser.add_argument("--seq-length", type=int, default=1024, help="Tokens of a row, half of them a prompt.")
-    parser.add_argument("--draft-pass", choices=("joint", "apart", "shared"), default="joint", help="As in training (its auto: joint).")
+    parser.add_argument("--draft-pass", choices=("joint", "apart", "shared"), default="joint", help="As in training, on a GPU.")
     parser.add_argument("--repeats", type=int, default=4, help="Timed steps of each row and side.")
     parser.add_argument("--kernels", type=int, default=0, metavar="N", help="Print the N kernels that take longest in each of our steps.")
     parser.add_argument("--limit", type=float, default=115.0, help="Seconds after which no further row is begun.")
@@ -70,9 +70,9 @@ class Suite:
         self.config: ModelConfig = (toy_width if arguments.toy else real_width)(layers)
         self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         self.has_peer = not arguments.no_peer and importlib.util.find_spec("peft") is not None
+        passes = arguments.draft_pass if self.device.type == "cuda" else "shared"
         self.works: dict[int, Workload] = {
-            batch: synthetic(self.config, batch, arguments.seq_length, self.device, passes=arguments.draft_pass, seed=1)
-            for batch in (4, 1)}
+            batch: synthetic(self.config, batch, arguments.seq_length, self.device, passes=passes, seed=1) for batch in (4, 1)}
 
     def run(self) -> int:
         self.say(f"torch {torch.__version__}, {torch.cuda.get_device_name() if self.device.type == 'cuda' else 'CPU'}, {self.dtype}"
