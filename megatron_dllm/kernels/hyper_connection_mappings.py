@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .dependent_launch import after_last, dependent
 from .hyper_connection_projection import pieces_of, store_pieces
 from .launch import next_power_of_2
 
@@ -60,13 +61,14 @@ def _sigmoid(x):
 @triton.jit
 def _read(partial, alpha, bias, x, u, pre, post, res, projected, root, weight_1, weight_2, weight_3, out_1, out_2, out_3, inverse_root,
           factor, eps, HIDDEN: tl.constexpr, n: tl.constexpr, STREAMS: tl.constexpr, ITERATIONS: tl.constexpr, SPLITS: tl.constexpr,
-          COLUMNS: tl.constexpr, NORMS: tl.constexpr, COPIES: tl.constexpr):
+          COLUMNS: tl.constexpr, NORMS: tl.constexpr, COPIES: tl.constexpr, DEPENDENT: tl.constexpr):
     """Of one token: u [T, C] = H_pre x, and NORMS (0, 1 or 3) norms of it, the third times `factor`, with their inverse root [T];
     H_pre [T, n], H_post [T, n], H_res [T, n, n]; projected [T, O] and root = |x| / sqrt(nC) [T] of partial [T, SPLITS, O].
 
     The last tokens first: they were written last, and may be in the cache. Programs that are at Sinkhorn's rounds leave the memory to
     others; several warps would make the same few numbers each.
     """
+    after_last(DEPENDENT)
     OUTPUTS: tl.constexpr = n * n + 2 * n
     row, i, one = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64), tl.arange(0, STREAMS), tl.full((), 1.0, tl.float32)
     at, first, square = row * (SPLITS * OUTPUTS), row * OUTPUTS, tl.zeros((COLUMNS,), tl.float32)
@@ -204,10 +206,11 @@ def _backward_of_sinkhorn(start, grad, inside, kept, stride, n: tl.constexpr, IT
 @triton.jit(do_not_specialize=["num_rows"])
 def _mappings_backward(projected, root, alpha, bias, res, scale, dpre, dpost, dres, dprojected, mix, coefficient, partial, kept,
                        num_rows, WIDTH: tl.constexpr, n: tl.constexpr, STREAMS: tl.constexpr, ITERATIONS: tl.constexpr,
-                       PIECES: tl.constexpr, HAS_SCALE: tl.constexpr, TOKENS: tl.constexpr):
+                       PIECES: tl.constexpr, HAS_SCALE: tl.constexpr, TOKENS: tl.constexpr, DEPENDENT: tl.constexpr):
     """dprojected [PIECES, T, O]; mix [T, n, n] = H_res * scale; coefficient [T] of -x in its gradient; partial
     [programs, O + 3]: dbias, then dalpha. A matrix is n columns, a row a lane: sums of rows are a lane's own. kept: room for
     [ITERATIONS, n + 1] numbers of each lane of all programs."""
+    after_last(DEPENDENT)
     OUTPUTS: tl.constexpr = n * n + 2 * n
     row, i = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.arange(0, STREAMS)
     in_rows, stride = row < num_rows, num_rows * OUTPUTS
@@ -291,7 +294,7 @@ def read(x: Tensor, partial: Tensor, alpha: Tensor, bias: Tensor, num_streams: i
             partial, alpha, bias, x, u, *made, *norms.three, *normed, *[None] * (3 - len(normed)), inverse_root, norms.factor, norms.eps,
             HIDDEN=hidden, n=n, STREAMS=next_power_of_2(n), ITERATIONS=iterations, SPLITS=partial.shape[1],
             COLUMNS=min(READ_NUMBERS * 32 * warps, next_power_of_2(hidden)), NORMS=len(normed),
-            COPIES=copies, num_warps=warps)
+            COPIES=copies, num_warps=warps, **dependent(x.device))
     return (u, *made), normed, inverse_root
 
 
@@ -324,5 +327,5 @@ def mappings_backward(projected: Tensor, root: Tensor, alpha: Tensor, bias: Tens
         _mappings_backward[(programs,)](
             projected, root, alpha, bias, res, scale, dpre, dpost, dres, dprojected, mix, coefficient, partial, kept, num_rows,
             WIDTH=width, n=n, STREAMS=next_power_of_2(n), ITERATIONS=iterations, PIECES=pieces, HAS_SCALE=scale is not None,
-            TOKENS=TOKENS, num_warps=1)
+            TOKENS=TOKENS, num_warps=1, **dependent(root.device))
     return MappingGradients(dprojected, coefficient, mix, partial)

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .dependent_launch import after_last, dependent
 from .launch import has_large_shared_memory, next_power_of_2
 
 # Of a tile; STEPS of them, one after the other, are a program: the columns of a token are so shared by several.
@@ -34,7 +35,8 @@ def store_pieces(pointer, at, value, inside, stride, PIECES: tl.constexpr):
 
 
 @triton.jit
-def _split(weight, pieces, size, PIECES: tl.constexpr, BLOCK: tl.constexpr):
+def _split(weight, pieces, size, PIECES: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
+    after_last(DEPENDENT)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     store_pieces(pieces, at, tl.load(weight + at, mask=at < size, other=0.0), at < size, size, PIECES)
 
@@ -42,9 +44,11 @@ def _split(weight, pieces, size, PIECES: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit(do_not_specialize=["num_rows"])
 def _project(x, y, post, res, scale, new, weight, partial, num_rows, HIDDEN: tl.constexpr, n: tl.constexpr, STREAMS: tl.constexpr,
              OUTPUTS: tl.constexpr, PADDED: tl.constexpr, PIECES: tl.constexpr, HAS_SCALE: tl.constexpr, MERGES: tl.constexpr,
-             COPIES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr):
+             COPIES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
+             DEPENDENT: tl.constexpr):
     """partial [T, splits, O]: the products of our columns of `new` = (H_res x + H_post^T y) * scale, which is written too, or without
     MERGES of x. COPIES: x is [T, C], and every stream the same."""
+    after_last(DEPENDENT)
     WIDTH: tl.constexpr = n * HIDDEN
     split, output, place, stream = tl.program_id(0), tl.arange(0, PADDED), tl.arange(0, ROWS), tl.arange(0, STREAMS)
     every = tl.arange(0, STREAMS * COLUMNS)
@@ -129,11 +133,12 @@ def _launch(x: Tensor, y: Tensor | None, post: Tensor | None, res: Tensor | None
         factor = weight
         if pieces > 1:
             factor = torch.empty(pieces, outputs, width, dtype=of, device=x.device)
-            _split[(triton.cdiv(weight.numel(), 1024),)](weight, factor, weight.numel(), PIECES=pieces, BLOCK=1024, num_warps=4)
+            _split[(triton.cdiv(weight.numel(), 1024),)](weight, factor, weight.numel(), PIECES=pieces, BLOCK=1024, num_warps=4,
+                                                         **dependent(x.device, early=False))
         rows, warps, stages = LARGE if x.dtype == torch.bfloat16 and has_large_shared_memory(x.device) else SMALL
         _project[(splits, triton.cdiv(num_rows, rows))](
             x, y, post, res, scale, new, factor, partial, num_rows, HIDDEN=hidden, n=n, STREAMS=next_power_of_2(n), OUTPUTS=outputs,
             PADDED=max(16, next_power_of_2(outputs)), PIECES=pieces, HAS_SCALE=scale is not None, MERGES=new is not None, ROWS=rows,
             COLUMNS=COLUMNS, STEPS=steps, STAGES=stages, COPIES=x.shape[1] < width,
-            num_warps=warps)
+            num_warps=warps, **dependent(x.device, early=pieces > 1))
     return partial

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .dependent_launch import after_last, dependent
 from .hyper_connection_mappings import MappingGradients, Norms
 from .launch import has_large_shared_memory, next_power_of_2, processors
 
@@ -72,10 +73,11 @@ def _joined(values, n: tl.constexpr, STREAMS: tl.constexpr):
 @triton.jit(do_not_specialize=["num_live"])
 def _normed_products(x, u, inverse_root, weight_1, weight_2, weight_3, grad_1, grad_2, grad_3, du, dpre, partial, factor,
                      num_live, HIDDEN: tl.constexpr, n: tl.constexpr, STREAMS: tl.constexpr, COLUMNS: tl.constexpr, NORMS: tl.constexpr,
-                     WANTS_WEIGHTS: tl.constexpr, STAGES: tl.constexpr, COPIES: tl.constexpr):
+                     WANTS_WEIGHTS: tl.constexpr, STAGES: tl.constexpr, COPIES: tl.constexpr, DEPENDENT: tl.constexpr):
     """du [T, C] from the gradients of NORMS (1 or 3) norms of u, the third of which was times `factor`; then dpre [T, n]: each stream times
     it. partial [programs, NORMS, C]: the gradients of the norms' weights. A program has some of the tokens,
     and of each of them all columns in registers, in parts of COLUMNS; the next token is fetched meanwhile."""
+    after_last(DEPENDENT)
     PARTS: tl.constexpr = (HIDDEN + COLUMNS - 1) // COLUMNS
     column, stream, program, programs = tl.arange(0, COLUMNS), tl.arange(0, STREAMS), tl.program_id(0), tl.num_programs(0)
     ROW: tl.constexpr = HIDDEN if COPIES else n * HIDDEN
@@ -132,13 +134,14 @@ def _normed_products(x, u, inverse_root, weight_1, weight_2, weight_3, grad_1, g
 def _read_backward(x, weight, pre, mix, dprojected, coefficient, du, grad, dx, partial, num_rows, num_live, num_steps,
                    HIDDEN: tl.constexpr, n: tl.constexpr, STREAMS: tl.constexpr, OUTPUTS: tl.constexpr, PADDED: tl.constexpr,
                    PIECES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, OF_MEAN: tl.constexpr,
-                   COPIES: tl.constexpr):
+                   COPIES: tl.constexpr, DEPENDENT: tl.constexpr):
     """dx = mix^T grad + H_pre^T du + dprojected W - coefficient * x, of some columns of every stream and our share of the tokens (COPIES:
     the sum over the streams; OF_MEAN: grad [T, C] is that of the mean of what was written), and partial [splits, O, WIDTH] =
     dprojected^T x of them: x is read once for both. Rows from `num_live` on are zero.
 
     A tile is [ROWS, STREAMS * COLUMNS], in registers as products leave it, where the streams of a column lie in one thread.
     """
+    after_last(DEPENDENT)
     WIDTH: tl.constexpr = n * HIDDEN
     split, splits = tl.program_id(1), tl.num_programs(1)
     output, place, stream, every = tl.arange(0, PADDED), tl.arange(0, ROWS), tl.arange(0, STREAMS), tl.arange(0, STREAMS * COLUMNS)
@@ -211,9 +214,10 @@ def _read_backward(x, weight, pre, mix, dprojected, coefficient, du, grad, dx, p
 @triton.jit(do_not_specialize=["num_others", "num_norms"])
 def _add_up(partial, total, others, bias, alpha, of_norms, norms, norm_3, num_others, num_norms, SIZE: tl.constexpr, SPLITS: tl.constexpr,
             OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, FIRST: tl.constexpr,
-            NORM_ROWS: tl.constexpr, NORM_COLUMNS: tl.constexpr):
+            NORM_ROWS: tl.constexpr, NORM_COLUMNS: tl.constexpr, DEPENDENT: tl.constexpr):
     """total [SIZE] of partial [SPLITS, SIZE]; by one program bias [O] and alpha [3] of others [num_others, O + 3]; by the last ones norms
     [FIRST] and norm_3 [WIDTH - FIRST] of of_norms [num_norms, WIDTH]. Always in the same order."""
+    after_last(DEPENDENT)
     program, blocks = tl.program_id(0), tl.cdiv(SIZE, BLOCK)
     if program < blocks:
         at = program * BLOCK + tl.arange(0, BLOCK)
@@ -277,10 +281,11 @@ def _merge(x, y, post, res, scale, new, HIDDEN: tl.constexpr, n: tl.constexpr, C
 
 @triton.jit(do_not_specialize=["num_live"])
 def _merge_backward(x, y, post, scale, grad, dy, dpost, dres, num_live, HIDDEN: tl.constexpr, n: tl.constexpr, LANES: tl.constexpr,
-                    NUMBERS: tl.constexpr, HAS_SCALE: tl.constexpr, OF_MEAN: tl.constexpr, COPIES: tl.constexpr):
+                    NUMBERS: tl.constexpr, HAS_SCALE: tl.constexpr, OF_MEAN: tl.constexpr, COPIES: tl.constexpr, DEPENDENT: tl.constexpr):
     """dy = H_post g, dH_post = g y, dH_res = g x^T, with g = grad * scale. A lane has some neighbouring columns, and a sum of each kind.
     OF_MEAN: grad [T, C] is that of the streams' mean. Rows of dy from `num_live` on are zero, and the others are not written. The last
     tokens first: see `_read_products`."""
+    after_last(DEPENDENT)
     row, gates, dmix, dgates, factor = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64), (), (), (), 1.0
     if row >= num_live:
         for start in range(0, HIDDEN, LANES * NUMBERS):
@@ -378,7 +383,7 @@ def normed_products(x: Tensor, u: Tensor, inverse_root: Tensor, norms: Norms, gr
         _normed_products[(programs,)](
             x, u, inverse_root, *norms.three, *grads, *[None] * (3 - count), du, dpre, partial, norms.factor, num_live, HIDDEN=hidden, n=n,
             STREAMS=next_power_of_2(n), COLUMNS=columns, NORMS=count, WANTS_WEIGHTS=wants_weights, STAGES=stages,
-            COPIES=x.shape[1] < n * hidden, num_warps=warps)
+            COPIES=x.shape[1] < n * hidden, num_warps=warps, **dependent(x.device, early=False))
     return du, dpre, partial
 
 
@@ -395,7 +400,7 @@ def read_backward(x: Tensor, weight: Tensor, pre: Tensor, through: MappingGradie
         x, weight, pre, through.mix, through.projected, through.coefficient, du, grad, dx, partial, num_rows, num_live,
         triton.cdiv(num_live, rows * splits), HIDDEN=hidden, n=n, STREAMS=next_power_of_2(n), OUTPUTS=outputs,
         PADDED=max(16, next_power_of_2(outputs)), PIECES=pieces, ROWS=rows, COLUMNS=TILE_COLUMNS, STAGES=stages,
-        OF_MEAN=grad.shape[1] < width, COPIES=x.shape[1] < width, num_warps=WARPS, maxnreg=registers)
+        OF_MEAN=grad.shape[1] < width, COPIES=x.shape[1] < width, num_warps=WARPS, maxnreg=registers, **dependent(x.device))
     dweight, dalpha, dbias = torch.empty_like(weight), weight.new_empty(3), weight.new_empty(outputs)
     norms, norm_3, of_width = None, None, 0
     if of_norms is not None:
@@ -405,7 +410,7 @@ def read_backward(x: Tensor, weight: Tensor, pre: Tensor, through: MappingGradie
         partial, dweight, through.partial, dbias, dalpha, of_norms, norms, norm_3, len(through.partial),
         0 if of_norms is None else len(of_norms), SIZE=weight.numel(), SPLITS=splits, OUTPUTS=outputs,
         COLUMNS=next_power_of_2(outputs + 3), ROWS=ADD_ROWS, BLOCK=SUMS, WIDTH=of_width, FIRST=0 if norms is None else len(norms),
-        NORM_ROWS=NORM_ROWS, NORM_COLUMNS=NORM_COLUMNS, num_warps=4)
+        NORM_ROWS=NORM_ROWS, NORM_COLUMNS=NORM_COLUMNS, num_warps=4, **dependent(x.device))
     made = dx, dweight, dalpha, dbias
     return made if norms is None else (*made, *norms.split(hidden), *(() if norm_3 is None else (norm_3,)))
 
@@ -429,7 +434,7 @@ def merge_backward(x: Tensor, y: Tensor, post: Tensor, scale: Tensor | None, gra
     if num_rows:
         _merge_backward[(num_rows,)](x, y, post, scale, grad, dy, dpost, dres, num_live, HIDDEN=hidden, n=n, LANES=LANES,
                                      NUMBERS=NUMBERS, HAS_SCALE=scale is not None, OF_MEAN=grad.shape[1] < n * hidden,
-                                     COPIES=x.shape[1] < n * hidden, num_warps=1)
+                                     COPIES=x.shape[1] < n * hidden, num_warps=1, **dependent(x.device, early=False))
     return made
 
 
