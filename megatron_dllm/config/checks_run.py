@@ -92,16 +92,17 @@ def joint_backwards_need_one_rank(draft_pass: str, *sizes: int) -> Fault | None:
 
 
 @check("draft_pass", "recompute_granularity", "transformer_impl", "moe_token_dispatcher_type", "lora_dropout", "lora_rank", "lora_targets",
-       "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_topk", "layer_types")
+       "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_grouped_gemm", "moe_router_topk", "layer_types")
 def joint_backwards_need_our_layers(draft_pass: str, recompute: str | None, impl: str, dispatcher: str, dropout: float, rank: int | None,
-                                    targets: tuple[str, ...], aux: float, z: float, choices: int, layers: tuple[str, ...]) -> Fault | None:
+                                    targets: tuple[str, ...], aux: float, z: float, grouped: bool, choices: int,
+                                    layers: tuple[str, ...]) -> Fault | None:
     adapts_experts = rank is not None and "experts" in targets
-    is_other = impl != "local" or dispatcher != "alltoall" or choices == 1 or set(layers) - {"sliding", "full"}
+    is_other = impl != "local" or dispatcher != "alltoall" or not grouped or choices == 1 or set(layers) - {"sliding", "full"}
     if draft_pass != "joint" or not (is_other or recompute or dropout or adapts_experts or aux or z):
         return None
     return Fault("one backward of two passes joins what attention, experts and norms of our own keep, each of which is kept",
                  "set --draft-pass auto, or leave out recompute, other packages and dispatchers, dropout, adapters of experts, losses of "
-                 "the router, a single choice of expert and layers of other types", {"draft_pass": "auto"})  # fmt: skip
+                 "the router, --no-moe-grouped-gemm, a single choice of expert and other types of layers", {"draft_pass": "auto"})  # fmt: skip
 
 
 @check("draft_pass", "moe_aux_loss_coeff")

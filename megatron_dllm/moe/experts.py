@@ -50,6 +50,7 @@ class Experts(nn.Module):
         self.product = choose_product(dtype, context.device, hidden, self.down.shape[2], grouped=grouped)
         self.gate_up_gradient, self.down_gradient = SummedGradient(), SummedGradient()
         self.by_kernels = self.product is grouped_linear and has_large_shared_memory(context.device)
+        self.in_one_function = grouped and context.device.type == "cpu"  # where not, the loop is the oracle, by autograd
 
     @property
     def is_adapted(self) -> bool:
@@ -81,7 +82,7 @@ class Experts(nn.Module):
         if self.backend == "grouped_mlp":
             return self._by_kernels(rows, counts, weighted)
         assert weighted is None, f"{self.backend} takes no weights of rows"
-        if self.product in (grouped_linear, looped_linear) and not (self.is_adapted or rows.is_cuda):
+        if self.in_one_function and self.product in (grouped_linear, looped_linear) and not self.is_adapted:
             return _FeedForward.of(rows, self.gate_up, self.down, counts, self.product is grouped_linear)
         hidden = self.gate_up_adapter(self.product(rows, self.gate_up.flatten(1, 2), counts), rows, counts)
         activated = gated_gelu(hidden.unflatten(1, (2, -1)))
@@ -144,20 +145,24 @@ def _contiguous(grad: Tensor) -> Tensor:
     return grad.contiguous() if grad.numel() else grad.new_zeros(grad.shape)  # an empty one counts as contiguous whatever its strides
 
 
-def _times(rows: Tensor, weight: Tensor, counts: Tensor, grouped: bool) -> Tensor:
-    """[N, out]: rows [N, in] times the matrix [in, out] of each row's expert; of rows after these of all experts zeros, or anything."""
-    if grouped:
-        return F.grouped_mm(rows, weight, offs=counts.cumsum(0).to(torch.int32))
-    return looped_linear(rows, weight.mT, counts)
+def _times(rows: Tensor, weight: Tensor, counts: Tensor, ends: Tensor | None) -> Tensor:
+    """[N, out]: rows [N, in] times the matrix [in, out] of each row's expert, grouped by their `ends`, or (None) in a loop; of rows after
+    those of all experts zeros, or anything."""
+    return looped_linear(rows, weight.mT, counts) if ends is None else F.grouped_mm(rows, weight, offs=ends)
 
 
-def _outer(grad: Tensor, rows: Tensor, counts: Tensor, grouped: bool) -> Tensor:
+def _outer(grad: Tensor, rows: Tensor, counts: Tensor, ends: Tensor | None) -> Tensor:
     """[E, out, in]: grad^T rows of each expert, from [N, out] and [N, in]."""
-    if grouped:
-        return F.grouped_mm(grad.t(), rows, offs=counts.cumsum(0).to(torch.int32))
+    if ends is not None:
+        return F.grouped_mm(grad.t(), rows, offs=ends)
     lengths = counts.tolist()
     parts = (x[:sum(lengths)].split(lengths) for x in (grad, rows))
     return torch.stack([dy.t() @ x for dy, x in zip(*parts, strict=True)])
+
+
+def _ends(counts: Tensor) -> Tensor:
+    """As grouped_mm has them."""
+    return counts.cumsum(0).to(torch.int32)
 
 
 class _FeedForward(PlainFunction):
@@ -168,20 +173,23 @@ class _FeedForward(PlainFunction):
 
     @staticmethod
     def forward(ctx, rows: Tensor, gate_up: Tensor, down: Tensor, counts: Tensor, grouped: bool) -> Tensor:
-        hidden = _times(rows, gate_up.flatten(1, 2).mT, counts, grouped).unflatten(1, (2, -1))
+        ends = _ends(counts) if grouped else None
+        hidden = _times(rows, gate_up.flatten(1, 2).mT, counts, ends).unflatten(1, (2, -1))
         gate, up = hidden.unbind(1)
         activated = F.gelu(gate, approximate="tanh")
         inner = activated * up
         ctx.save_for_backward(rows, gate_up, down, counts, hidden, activated, inner)
-        ctx.grouped = grouped
-        return _times(inner, down.mT, counts, grouped)
+        ctx.ends, ctx.place = ends, counts.data_ptr()
+        return _times(inner, down.mT, counts, ends)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         rows, gate_up, down, counts, hidden, activated, inner = ctx.saved_tensors
         wants_rows, wants_gate_up, wants_down, *_ = ctx.needs_input_grad
-        grad, grouped = _contiguous(grad), ctx.grouped
-        of_hidden = gradient_of_gated_gelu(_times(grad, down, counts, grouped), hidden, activated).flatten(1)
-        of_rows = _times(of_hidden, gate_up.flatten(1, 2), counts, grouped) if wants_rows else None
-        of_gate_up = _outer(of_hidden, rows, counts, grouped).view_as(gate_up) if wants_gate_up else None
-        return of_rows, of_gate_up, _outer(grad, inner, counts, grouped) if wants_down else None, None, None
+        grad, ends = _contiguous(grad), ctx.ends
+        if ends is not None and counts.data_ptr() != ctx.place:  # other counts than the forward's: see transformer/joint_backward.py
+            ends = _ends(counts)
+        of_hidden = gradient_of_gated_gelu(_times(grad, down, counts, ends), hidden, activated).flatten(1)
+        of_rows = _times(of_hidden, gate_up.flatten(1, 2), counts, ends) if wants_rows else None
+        of_gate_up = _outer(of_hidden, rows, counts, ends).view_as(gate_up) if wants_gate_up else None
+        return of_rows, of_gate_up, _outer(grad, inner, counts, ends) if wants_down else None, None, None

@@ -145,15 +145,15 @@ def may_be_joint(run: RunConfig, device: torch.device) -> bool:
     ranks = parallel.tensor_model_parallel_size * parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size
     adapts_experts = lora.lora_rank is not None and "experts" in lora.lora_targets
     # With one expert a token, rows of tokens could not be told from rows of choices.
-    is_ours = (training.transformer_impl == "local" and run.moe.moe_token_dispatcher_type == "alltoall" and model.moe_router_topk > 1
-               and not set(model.layer_types) - set(LAYER_TYPES))
+    is_ours = (training.transformer_impl == "local" and run.moe.moe_token_dispatcher_type == "alltoall" and run.moe.moe_grouped_gemm
+               and model.moe_router_topk > 1 and not set(model.layer_types) - set(LAYER_TYPES))
     if not (_may_be_apart(run) and ranks == 1 and is_ours and training.recompute_granularity is None) or (
             run.moe.moe_z_loss_coeff or lora.lora_dropout or adapts_experts):
         return False
     if device.type == "cpu":
         return True
     dtype = torch.bfloat16 if training.bf16 else torch.float32
-    product = choose_product(dtype, device, model.hidden_size, model.moe_ffn_hidden_size, grouped=run.moe.moe_grouped_gemm)
+    product = choose_product(dtype, device, model.hidden_size, model.moe_ffn_hidden_size, grouped=True)
     return product is grouped_linear and all(suits_attention(model.head_dim(layer), dtype, device) for layer in range(model.num_layers))
 
 

@@ -41,7 +41,7 @@ def test_cost_of_streams(capsys, monkeypatch):
                 for median, value in zip((105.1, 100.0), values, strict=True)]
 
     monkeypatch.setattr(training, "measure_in_turn", measure_in_turn)
-    arguments = argparse.Namespace(repeats=2, kernels=0)
+    arguments = argparse.Namespace(repeats=2, kernels=0, draft_pass="shared")
     (line,) = training._run_row(row, toy_width(["sliding", "full"]), torch.device("cpu"), torch.bfloat16, arguments)
     assert calls == [6] and line.agrees and not line.holds
     assert "adds 5.1% to the step (aim 5%)" in capsys.readouterr().out

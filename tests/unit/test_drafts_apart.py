@@ -165,7 +165,7 @@ def test_pass_sizes():
     ("--tensor-model-parallel-size 2", "cuda", "apart"), ("--moe-token-dispatcher-type allgather", "cuda", "apart"),
     ("--lora-rank 2 --lora-dropout 0.5", "cuda", "apart"), ("--moe-z-loss-coeff 0.01", "cuda", "apart"),
     ("--no-moe-grouped-gemm", "cuda", "apart"), ("--lora-rank 2 --lora-targets experts", "cuda", "apart"),
-    ("--moe-router-topk 1", "cuda", "apart"), ("--no-moe-grouped-gemm --draft-pass joint", "cpu", "joint"),
+    ("--moe-router-topk 1", "cuda", "apart"),
     ("--draft-pass shared", "cuda", "shared"), ("--draft-pass shared", "cpu", "shared"), ("--draft-pass apart", "cpu", "apart"),
     ("--draft-pass joint", "cpu", "joint"), ("--moe-aux-loss-coeff 0.01", "cuda", "shared"), ("--moe-aux-loss-coeff 0.01", "cpu", "shared"),
     ("--context-parallel-size 2", "cpu", "shared"), ("--tensor-model-parallel-size 2 --sequence-parallel", "cuda", "shared"),

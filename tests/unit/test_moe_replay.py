@@ -18,10 +18,11 @@ from megatron_dllm.transformer.recompute import Recompute
 CONFIG = dataclasses.replace(PRESETS["toy"], hidden_size=6, moe_ffn_hidden_size=4, num_experts=5, moe_router_topk=2)
 
 
-def build():
+def build(*, grouped=True):
     context = ParallelContext.single()
     dispatcher = build_dispatcher(MoEConfig(), context, CONFIG, torch.float64)
-    return MoELayer("layers.3", CONFIG, context=context, init=Initializer(7, 0.5), dtype=torch.float64, dispatcher=dispatcher)
+    return MoELayer("layers.3", CONFIG, context=context, init=Initializer(7, 0.5), dtype=torch.float64, dispatcher=dispatcher,
+                    grouped=grouped)
 
 
 def tokens(count=9, seed=1):
@@ -52,8 +53,9 @@ def test_recompute_is_bit_equal_with_and_without_replay():
 
 
 def tie(direction):
-    """A layer whose first two experts tie for second place, for every token; and what moves tokens off it by one unit in the last place."""
-    layer, x = build(), tokens()
+    """A layer whose first two experts tie for second place, for every token; and what moves tokens off it by one unit in the last place.
+    Its experts are a loop by autograd, which keeps each expert's rows, so that other counts are seen."""
+    layer, x = build(grouped=False), tokens()
     x[:, 1] = x[:, 0] = x[:, 0].abs() + 1
     with torch.no_grad():
         layer.router.weight[:3, :2] = torch.tensor([[300.0, 0.0], [0.0, 300.0], [151.0, 151.0]])
