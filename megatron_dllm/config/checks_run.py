@@ -102,7 +102,7 @@ def joint_backwards_need_our_layers(draft_pass: str, recompute: str | None, impl
         return None
     return Fault("one backward of two passes joins what attention, experts and norms of our own keep, each of which is kept",
                  "set --draft-pass auto, or leave out recompute, other packages and dispatchers, dropout, adapters of experts, losses of "
-                 "the router, --no-moe-grouped-gemm, a single choice of expert and other types of layers", {"draft_pass": "auto"})  # fmt: skip
+                 "the router, --no-moe-grouped-gemm, one choice of expert and other types of layers", {"draft_pass": "auto"})  # fmt: skip
 
 
 @check("draft_pass", "moe_aux_loss_coeff")
