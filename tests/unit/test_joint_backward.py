@@ -198,7 +198,7 @@ def test_the_device_is_asked_before_processes_are_forked(monkeypatch):
 
 
 @DEVICES
-@pytest.mark.parametrize("config", [WIDE, WIDE_MHC], ids=["plain", "mhc"])
+@pytest.mark.parametrize("config", [WIDE, pytest.param(WIDE_MHC, marks=pytest.mark.slow)], ids=["plain", "mhc"])
 @pytest.mark.parametrize("share, adapted", [(1.0, False), (0.5, False), (1.0, True)])
 def test_in_16_bits(device, config, share, adapted):
     """Calm, as the other ways' roundings are otherwise as large as what is to be seen."""
