@@ -66,6 +66,11 @@ class Router(nn.Module):
         """The routing of the residual x [T, H]."""
         return self(self.scaled(x))
 
+    @property
+    def backend(self) -> str:
+        """The name of what makes the logits: kernels take at most MOST_MULTIPLIED experts."""
+        return "kernels" if self.multiplies_by_kernel and self.adapter is unadapted and takes(self.weight) else "torch"
+
     def is_one_function(self, scaled: Tensor) -> bool:
         """Whether kernels take what `scaled` gives all the way, so that they can count (see Tally), unless somebody needs the logits."""
         is_alone = self.multiplies_by_kernel and self.adapter is unadapted

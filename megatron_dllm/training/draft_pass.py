@@ -157,6 +157,15 @@ def may_be_joint(run: RunConfig, device: torch.device) -> bool:
     return product is grouped_linear and all(suits_attention(model.head_dim(layer), dtype, device) for layer in range(model.num_layers))
 
 
+def choice_of_passes(run: RunConfig, device: torch.device) -> list[str]:
+    """A line for the log on what --draft-pass auto takes on this device; none where there is nothing to choose."""
+    if run.training.draft_pass != "auto" or run.objective.objective == "ar" or run.objective.self_conditioning_prob == 0:
+        return []
+    joint = device.type == "cuda" and may_be_joint(run, device)
+    taken = "joint" if joint else "apart or shared, by what they cost" if _may_be_apart(run) else "shared"
+    return [f"canvases that are decoded twice: --draft-pass {taken}"]
+
+
 def chosen_apart(run: RunConfig, sizes: PassSizes) -> bool:
     """Whether --draft-pass auto takes `apart` for a microbatch of these sizes, on a GPU."""
     parallel = run.parallel

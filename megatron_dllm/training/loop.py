@@ -23,6 +23,7 @@ from ..tensor_parallel.fused_gradient import weight_gradients
 from ..transformer_engine import choices
 from . import out_of_memory
 from .batches import BatchMaker, PreparedBatch, training_batches
+from .draft_pass import choice_of_passes
 from .evaluation import evaluate, sample_generations, score_answers
 from .graphs import graphed
 from .logging import RunLogger
@@ -249,8 +250,8 @@ class Trainer:
         for block in list(self.model.layers.values())[:1]:
             logger.message(
                 f"experts: {self.run.moe.dispatcher} over ep {self.context.ep.size}, etp {self.context.etp.size}; "
-                f"products by {block.moe.experts.backend}")
-        for choice in choices(self.run):
+                f"products by {block.moe.experts.backend}, routers by {block.moe.router.backend}")
+        for choice in (*choices(self.run), *choice_of_passes(self.run, device)):
             logger.message(str(choice))
         if self.run.training.gradient_accumulation_fusion:
             logger.message(f"weight gradients of linear layers: added to fp32 by {weight_gradients(device).name}")

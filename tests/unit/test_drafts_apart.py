@@ -178,3 +178,13 @@ def test_order_of_passes(flags, kind, order, monkeypatch):
     run = parse(words)
     plan = plan_of(run.objective, LENGTHS[2:3])
     assert order_of_passes(run, plan, 0, on_gpu=kind == "cuda", can_join=draft_pass.may_be_joint(run, device)) == order
+
+
+@pytest.mark.parametrize("flags, device, line", [
+    ("", "cpu", ["apart or shared, by what they cost"]), ("", "cuda", ["joint"]), ("--context-parallel-size 2", "cuda", ["shared"]),
+    ("--draft-pass shared", "cpu", []), ("--self-conditioning-prob 0", "cpu", [])])
+def test_the_log_says_what_is_taken(flags, device, line, monkeypatch):
+    monkeypatch.setattr(draft_pass, "suits_attention", lambda *given: True)
+    words = "--bf16 --train-iters 1 --data-source sudoku --preset toy --self-conditioning-prob 1"
+    found = draft_pass.choice_of_passes(parse(f"{words} {flags}".split()), torch.device(device))
+    assert found == [f"canvases that are decoded twice: --draft-pass {taken}" for taken in line]
