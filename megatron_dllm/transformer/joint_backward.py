@@ -130,7 +130,7 @@ class _Copies:
         if tensor.data_ptr() == other.data_ptr() or not tensor.numel():
             return
         if len(tensor.shape) and len(tensor) == self.sizes[0]:  # keys, say, which the later pass has of all tokens, in another dtype
-            self._pairs[tensor.data_ptr(), tensor.shape, tensor.stride()] = tensor, self.rows.chosen(other)
+            self._pairs[tensor.data_ptr(), tensor.shape, tensor.stride()] = tensor, self.rows.take(other)
         elif not tensor.is_floating_point():
             raise ValueError(f"two passes that are to have one backward each kept {tuple(tensor.shape)} numbers of {tensor.dtype}, which "
                              "no rule joins; set --draft-pass shared")

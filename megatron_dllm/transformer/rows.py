@@ -47,10 +47,6 @@ class Rows:
         """x[rows]."""
         return take_distinct(x, self.index) if self.distinct and isinstance(self.index, Tensor) else x[self.index]
 
-    def chosen(self, x: Tensor) -> Tensor:
-        """`take` without a gradient to think of."""
-        return x[self.index] if isinstance(self.index, slice) else x.index_select(0, self.index)
-
     def put(self, x: Tensor, values: Tensor) -> None:
         """x[rows] = values, in place."""
         if isinstance(self.index, slice):

@@ -246,10 +246,10 @@ class DiffusionGemma(nn.Module):
             leaf = self.enter_canvas(embedded, inputs)
         leaf.requires_grad_(is_trained and torch.is_grad_enabled())
         hidden, contexts, kept = self._kept_pass(leaf, first)
-        drafts = places.chosen(hidden.detach()).clone()  # others will soon stand there
+        drafts = places.take(hidden.detach()).clone()  # others will soon stand there
         signal = self._of_all_canvases(self.soft_signal(drafts, shared), joint.rows, inputs)
         entered = self.enter_canvas(embedded, inputs, signal=signal)
-        again = places.chosen(entered.detach()).requires_grad_(leaf.requires_grad)
+        again = places.take(entered.detach()).requires_grad_(leaf.requires_grad)
         canvases, _, kept_again = self._kept_pass(again, second, contexts)
         with torch.no_grad():
             kept.take_over(kept_again, places)
