@@ -16,6 +16,7 @@ SUITES = {
     "pipeline": "transfers and schedules over processes: stages on integers bit for bit, the model against one process",
     "transport": "transfers alone between the ranks of a launched world (torchrun), over NCCL on GPUs, bit for bit",
     "context": "context parallelism of a launched world (torchrun) against one device: ours and Transformer Engine's",
+    "graphs": "CUDA graphs over the GPUs of a launched world (torchrun): replayed steps against ordinary ones, bit for bit",
     "fp8": "FP8 by Transformer Engine against bf16 on a CUDA device: the loss over 100 steps of a toy, and the time of a layer's products",
     "moe": "dispatchers, expert parallelism and dispatch replay, over processes of this machine",
     "adapters": "a run's adapters as PEFT loads them into transformers: the same logits",

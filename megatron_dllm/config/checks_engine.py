@@ -31,6 +31,14 @@ def engine_is_not_recorded(impl: str, graphs: str) -> Fault | None:
                  "set --cuda-graph-impl none, or --transformer-impl local", LOCAL)  # fmt: skip
 
 
+@check("context_parallel_impl", "cuda_graph_impl")
+def engine_over_ranks_is_not_recorded(impl: str, graphs: str) -> Fault | None:
+    if impl == "local" or graphs == "none":
+        return None
+    return Fault("graphs are recorded of our own kernels and exchanges alone",
+                 "set --cuda-graph-impl none, or --context-parallel-impl local", {"context_parallel_impl": "local"})  # fmt: skip
+
+
 @check("attention_backend", "layer_types", "kv_channels", "global_kv_channels")
 def engine_attends_in_some_layers(backend: str, types: tuple[str, ...], sliding: int, full: int) -> Fault | None:
     widths = [width for kind, width in (("sliding", sliding), ("full", full)) if kind in types]

@@ -323,34 +323,6 @@ def graphs_need_bounded_dispatch(impl: str, bound: int | None, *sizes: int) -> F
                  "set --moe-max-tokens-per-rank, or --cuda-graph-impl none", NO_GRAPHS)  # fmt: skip
 
 
-@check("cuda_graph_impl", "moe_token_dispatcher_type", "moe_flex_dispatcher_backend", "expert_model_parallel_size",
-       "expert_tensor_parallel_size")  # fmt: skip
-def graphs_need_deepep_over_ranks(impl: str, kind: str, backend: str | None, *sizes: int) -> Fault | None:
-    if impl == "none" or max(sizes) == 1 or dispatcher_in_use(kind, backend) != "alltoall":
-        return None
-    return Fault("over several ranks alltoall's exchanges are not recorded yet",
-                 "set --moe-token-dispatcher-type deepep, or --cuda-graph-impl none", NO_GRAPHS)  # fmt: skip
-
-
-@check("cuda_graph_impl", "tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
-def graphs_need_whole_layers(impl: str, *sizes: int) -> Fault | None:
-    if impl == "none" or max(sizes) == 1:
-        return None
-    return Fault("of the exchanges within a microbatch only those that bring tokens to experts are recorded",
-                 "set --cuda-graph-impl none", NO_GRAPHS)  # fmt: skip
-
-
-@check("cuda_graph_impl", "world_size", "moe_aux_loss_coeff")
-def graphs_need_own_balance(impl: str, world_size: int, coefficient: float) -> Fault | None:
-    if impl == "none" or world_size == 1 or coefficient == 0:
-        return None
-    return Fault(
-        "the loss needs the experts' load on all ranks in the middle of a microbatch, and exchanges are not recorded",
-        "set --moe-aux-loss-coeff 0 (--moe-router-enable-expert-bias balances without an exchange there), or --cuda-graph-impl none",
-        NO_GRAPHS,
-    )
-
-
 @check("cuda_graph_impl", "layer_types")
 def graphs_need_attention(impl: str, layer_types: tuple[str, ...]) -> Fault | None:
     if impl == "none" or "linear" not in layer_types:

@@ -84,8 +84,9 @@ class TrainingConfig:
         "auto",
     )
     cuda_graph_impl: Literal["none", "local"] = flag(
-        "local: record forward and backward of a microbatch as a CUDA graph when its form (all its sizes) comes for the second time, and "
-        "replay it from then on: for steps of few tokens, which are bound by the host that starts their kernels.",
+        "local: record forward and backward of a microbatch (in a pipeline, of all of a step's as one) as a CUDA graph when its form (all "
+        "its sizes, on every rank that takes part) comes for the second time, and replay it from then on: for steps of few tokens, which "
+        "are bound by the host that starts their kernels.",
         "none",
     )
     cuda_graph_limit: int = flag("Graphs held at most; microbatches of further forms run without one.", 16)

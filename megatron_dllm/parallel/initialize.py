@@ -35,6 +35,9 @@ def initialize(config: ParallelConfig, *, device: str = "auto", timeout_minutes:
     if launch is not None:
         if own_device.type == "cuda":
             torch.cuda.set_device(own_device)
+            # NCCL registers the buffers of what a CUDA graph records, and takes each for one allocation; with expandable segments they are
+            # not, and a replay waits for ever (pytorch issue 158029). It reads this once, when it starts.
+            os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
         dist.init_process_group(
             BACKENDS[own_device.type],
             init_method=launch.init_method,

@@ -1,4 +1,5 @@
-"""CUDA graphs: forward and backward of a whole microbatch as one launch, for microbatches whose form has come before.
+"""CUDA graphs: forward and backward of a whole microbatch as one launch, for microbatches whose form has come before; in a pipeline those
+of all of a step's microbatches, with the messages between them.
 
 A step of few tokens is bound by the host, which starts some thousand kernels one by one. Recorded once, they are started again together
 ("replayed"), on the same memory: so inputs are copied to where the recording read them, gradients go to the buckets as recorded, and what
@@ -8,6 +9,8 @@ sent) is part of the result, and noted again with each replay.
 
 Ranks that exchange within a microbatch must all call, all record or all replay it, and replay what was recorded together: NCCL asks for
 it. So a recording belongs to the forms of all of them, which they tell each other once a step.
+
+Legend: a *unit* is what is recorded as one, a microbatch or the tuple of a step's microbatches.
 """
 from __future__ import annotations
 
@@ -25,11 +28,14 @@ from ..diffusion.nested import form_of, map_tensors, tensors_of
 from ..kernels.graphs import CudaRecorder, Recorder, Recording
 from ..kernels.launch import has_large_shared_memory
 from ..models.diffusion_gemma.model import DiffusionGemma
+from ..models.diffusion_gemma.stages import ModelPipeline
 from ..moe.balance import RoutingFigures
 from ..moe.replay import ReplayNotes
-from ..parallel import Group, Sent, communication
+from ..parallel import Group, ParallelContext, Sent, communication
 
 ALIGNMENT = 256  # bytes: kernels are compiled for aligned pointers, and those of an allocator are
+
+Unit = MicrobatchInputs | tuple[MicrobatchInputs, ...]
 
 
 @dataclass(frozen=True)
@@ -52,9 +58,9 @@ class MicrobatchResult:
 
 
 class StaticInputs:
-    """A microbatch at fixed addresses on a device: all its tensors lie in one buffer, so that they come from the host in one copy."""
+    """A unit at fixed addresses on a device: all its tensors lie in one buffer, so that they come from the host in one copy."""
 
-    def __init__(self, like: MicrobatchInputs, device: torch.device):
+    def __init__(self, like: Unit, device: torch.device):
         sources = tensors_of(like)
         self.places, self.num_bytes = [], 0
         for tensor in sources:
@@ -63,13 +69,13 @@ class StaticInputs:
         self.buffer = torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
         self.tensors = self._views(self.buffer, sources)
         remaining = iter(self.tensors)
-        self.inputs: MicrobatchInputs = map_tensors(like, lambda _: next(remaining))
+        self.inputs: Unit = map_tensors(like, lambda _: next(remaining))
 
     def _views(self, buffer: Tensor, like: list[Tensor]) -> list[Tensor]:
         return [buffer[start:start + tensor.numel() * tensor.itemsize].view(tensor.dtype).view(tensor.shape)
                 for start, tensor in zip(self.places, like, strict=True)]
 
-    def load(self, inputs: MicrobatchInputs) -> None:
+    def load(self, inputs: Unit) -> None:
         """Take over the numbers of `inputs`, of the same form, on the host or on the device."""
         sources = tensors_of(inputs)
         if all(tensor.device == self.buffer.device for tensor in sources):
@@ -82,7 +88,7 @@ class StaticInputs:
         self.buffer.copy_(staging, non_blocking=True)
 
 
-def on_device(inputs: MicrobatchInputs, device: torch.device) -> MicrobatchInputs:
+def on_device(inputs: Unit, device: torch.device) -> Unit:
     """`inputs` on the device; to a CUDA device they go in one copy from pinned memory, for which the host does not wait.
 
     Copies from other memory would each wait for all the work that was given to the device before.
@@ -96,7 +102,7 @@ def on_device(inputs: MicrobatchInputs, device: torch.device) -> MicrobatchInput
 
 @dataclass
 class GraphCounts:
-    """Microbatches since the last report: replayed, recorded, run as ordinary calls; and recordings held in all."""
+    """Units since the last report: replayed, recorded, run as ordinary calls; and recordings held in all."""
 
     replayed: int = 0
     recorded: int = 0
@@ -105,16 +111,16 @@ class GraphCounts:
 
 
 class GraphedMicrobatches:
-    """Runs forward and backward of microbatches: a form that is new as an ordinary call, one that comes again by its recording.
+    """Runs forward and backward of units: a form that is new as an ordinary call, one that comes again by its recording.
 
     run      forward and backward of inputs on the device; the gradients are left where the same address is meant each time
-    note     takes what a microbatch gave beside its losses
+    note     takes what a unit gave beside its losses
     limit    recordings held at most; further forms stay ordinary calls
-    peers    with whom `run` exchanges anything; they have as many microbatches
+    peers    with whom `run` exchanges anything; they have as many units
     message  told of every recording
     """
 
-    def __init__(self, run: Callable[[MicrobatchInputs], MicrobatchResult], note: Callable[[MicrobatchNotes], None], recorder: Recorder, *,
+    def __init__(self, run: Callable[[Any], MicrobatchResult], note: Callable[[MicrobatchNotes], None], recorder: Recorder, *,
                  device: torch.device, limit: int, peers: Sequence[Group] = (), message: Callable[[str], None] = lambda text: None):
         self.run, self.note, self.recorder, self.device = run, note, recorder, device
         self.limit, self.peers, self.message = limit, peers, message
@@ -122,16 +128,16 @@ class GraphedMicrobatches:
         self._held: dict[Hashable, tuple[StaticInputs, Recording]] = {}
         self._counts, self._num_eager = GraphCounts(), 0
 
-    def __call__(self, inputs: MicrobatchInputs) -> LossTerms:
-        """The losses of one microbatch, as `each` gives them."""
+    def __call__(self, inputs: Unit) -> LossTerms:
+        """The losses of one unit, as `each` gives them."""
         return self.each([inputs])[0]
 
-    def each(self, microbatches: Sequence[MicrobatchInputs]) -> list[LossTerms]:
-        """The losses of each microbatch, whose gradients are added to the buckets' when the device gets there."""
-        keys = joint_forms([form_of(inputs) for inputs in microbatches], self.peers, self.device)
-        return [self._one(key, inputs) for key, inputs in zip(keys, microbatches, strict=True)]
+    def each(self, units: Sequence[Unit]) -> list[LossTerms]:
+        """The losses of each unit, whose gradients are added to the buckets' when the device gets there."""
+        keys = joint_forms([form_of(inputs) for inputs in units], self.peers, self.device)
+        return [self._one(key, inputs) for key, inputs in zip(keys, units, strict=True)]
 
-    def _one(self, key: Hashable, inputs: MicrobatchInputs) -> LossTerms:
+    def _one(self, key: Hashable, inputs: Unit) -> LossTerms:
         if key not in self._held:
             if len(self._held) >= self.limit or hash(key) not in self._seen:
                 return self._eager(key, inputs)
@@ -144,27 +150,26 @@ class GraphedMicrobatches:
         self.note(result.notes)
         return result.terms
 
-    def _eager(self, key: Hashable, inputs: MicrobatchInputs) -> LossTerms:
+    def _eager(self, key: Hashable, inputs: Unit) -> LossTerms:
         self._counts.eager, self._num_eager = self._counts.eager + 1, self._num_eager + 1
         if len(self._held) < self.limit:
             self._seen.add(hash(key))
         if self._num_eager & (self._num_eager - 1) == 0:  # 1, 2, 4, 8, ...: often enough to be seen, never a flood
-            self.message(f"{self._num_eager} microbatches without a CUDA graph until now, {len(self._held)} graphs held (of at most "
+            what = "steps" if isinstance(inputs, tuple) else "microbatches"
+            self.message(f"{self._num_eager} {what} without a CUDA graph until now, {len(self._held)} graphs held (of at most "
                          f"{self.limit}, --cuda-graph-limit): the first of each form, and those of forms beyond the limit")
         there = on_device(inputs, self.device)
         result = self.recorder.warm_up(lambda: self.run(there))
         self.note(result.notes)
         return result.terms
 
-    def _record(self, key: Hashable, inputs: MicrobatchInputs) -> None:
+    def _record(self, key: Hashable, inputs: Unit) -> None:
         static = StaticInputs(inputs, self.device)
         static.load(inputs)
         self._held[key] = static, self.recorder.record(lambda: self.run(static.inputs))
         self._counts.recorded += 1
-        drafts = [] if inputs.draft is None else [inputs.draft.token_pass]
-        passes = [*drafts, inputs.first_pass, *([] if inputs.second_pass is None else [inputs.second_pass])]
-        self.message(f"CUDA graph {len(self._held)} of at most {self.limit} (--cuda-graph-limit): passes of "
-                     f"{' and '.join(str(p.num_tokens) for p in passes)} tokens, {static.num_bytes / 2 ** 20:.1f} MiB of inputs")
+        self.message(f"CUDA graph {len(self._held)} of at most {self.limit} (--cuda-graph-limit): {describe(inputs)}, "
+                     f"{static.num_bytes / 2 ** 20:.1f} MiB of inputs")
 
     def drain(self) -> GraphCounts:
         """The counts since the last call."""
@@ -173,9 +178,19 @@ class GraphedMicrobatches:
         return counts
 
 
+def describe(inputs: Unit) -> str:
+    """The tokens of each pass; of a step those that its microbatches have in all."""
+    if isinstance(inputs, tuple):
+        tokens = [sum(p.num_tokens for p in (m.first_pass, m.second_pass) if p is not None) for m in inputs]
+        return f"a step of {len(inputs)} microbatches with passes of {sum(tokens)} tokens in all"
+    drafts = [] if inputs.draft is None else [inputs.draft.token_pass]
+    passes = [*drafts, inputs.first_pass, *([] if inputs.second_pass is None else [inputs.second_pass])]
+    return f"passes of {' and '.join(str(p.num_tokens) for p in passes)} tokens"
+
+
 def joint_forms(forms: Sequence[Hashable], peers: Sequence[Group], device: torch.device) -> list[Hashable]:
-    """For each microbatch its form and, where there are peers, the forms that they have for theirs, by hashes; equal for two microbatches
-    on one rank where it is on all. Collective; the host waits for it, so it is called once for all microbatches of a step."""
+    """For each unit its form and, where there are peers, the forms that they have for theirs, by hashes; equal for two units on one rank
+    where it is on all. Collective; the host waits for it, so it is called once for all units of a step."""
     if all(group.size == 1 for group in peers):
         return list(forms)
     hashes = torch.tensor([hash(form) for form in forms], device=device)[None]
@@ -202,13 +217,17 @@ def copy_by_dtype(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
 
 
-def forward_backward_of(model: DiffusionGemma) -> Callable[[MicrobatchInputs], MicrobatchResult]:
-    """The function that runs a microbatch and gives what it made, its notes taken out of the model."""
+def forward_backward_of(model: DiffusionGemma, pipeline: ModelPipeline | None = None) -> Callable[[Any], MicrobatchResult]:
+    """The function that runs a unit, a microbatch or through a pipeline all of a step's, and gives what it made, its notes taken out of the
+    model."""
 
-    def run(inputs: MicrobatchInputs) -> MicrobatchResult:
+    def run(inputs: Unit) -> MicrobatchResult:
         before = drain(model)
-        terms = model(inputs)
-        terms.total.backward()
+        if pipeline is not None:
+            terms = pipeline.train(inputs)
+        else:
+            terms = model(inputs)
+            terms.total.backward()
         result = MicrobatchResult(terms.detach(), drain(model))
         note(model, before)
         return result
@@ -216,16 +235,25 @@ def forward_backward_of(model: DiffusionGemma) -> Callable[[MicrobatchInputs], M
     return run
 
 
-def graphed(model: DiffusionGemma, *, limit: int, message: Callable[[str], None]) -> GraphedMicrobatches:
-    """A model's microbatches by CUDA graphs. ValueError where there is no CUDA device, or one on which attention waits for the host."""
-    device = model.context.device
+def graphed(model: DiffusionGemma, *, limit: int, message: Callable[[str], None], pipeline: ModelPipeline | None = None,
+            sums_load: bool = False) -> GraphedMicrobatches:
+    """A model's microbatches by CUDA graphs, or a step's as one through the `pipeline` that it is a part of. `sums_load`: an auxiliary loss
+    has data-parallel ranks exchange their experts' load within a microbatch. ValueError where there is no CUDA device, or one on which
+    attention waits for the host."""
+    context = model.context
+    device = context.device
     if device.type != "cuda":
         raise ValueError(f"--cuda-graph-impl local records CUDA graphs, and the device is {device}; set --cuda-graph-impl none")
     if not has_large_shared_memory(device):
         raise ValueError("--cuda-graph-impl local: without the kernels for sm_90 and sm_100, attention is cut by the lengths of the batch, "
                          "which the host reads; set --cuda-graph-impl none")
-    return GraphedMicrobatches(forward_backward_of(model), lambda notes: note(model, notes), CudaRecorder(device), device=device,
-                               limit=limit, peers=(model.context.ep, model.context.etp), message=message)
+    return GraphedMicrobatches(forward_backward_of(model, pipeline), lambda notes: note(model, notes), CudaRecorder(device), device=device,
+                               limit=limit, peers=peers_of(context, sums_load=sums_load), message=message)
+
+
+def peers_of(context: ParallelContext, *, sums_load: bool) -> tuple[Group, ...]:
+    """The groups over which something is exchanged within a unit."""
+    return (context.ep, context.etp, context.tp, context.cp, context.pp, *([context.dp_cp] if sums_load else []))
 
 
 def drain(model: DiffusionGemma) -> MicrobatchNotes:

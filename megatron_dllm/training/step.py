@@ -44,7 +44,7 @@ class StepResult:
 
 def train_step(model: DiffusionGemma, optimizer: MasterOptimizer, microbatches: Sequence[MicrobatchInputs], lr: float, *,
                pipeline: ModelPipeline | None = None, graphs: GraphedMicrobatches | None = None, count_zeros: bool = False) -> StepResult:
-    """Run the step on this rank's microbatches, through the `pipeline` that the model is a part of, if it is, or by CUDA graphs.
+    """Run the step on this rank's microbatches, through the `pipeline` that the model is a part of, if it is, and by CUDA graphs, if given.
 
     A loss or gradient that is not finite leaves weights and moments as they were.
 
@@ -96,13 +96,13 @@ class NumbersUnderWay:
 def forward_backward(model: DiffusionGemma, optimizer: MasterOptimizer, microbatches: Sequence[MicrobatchInputs],
                      pipeline: ModelPipeline | None = None, graphs: GraphedMicrobatches | None = None) -> LossTerms:
     """The global batch's losses; finished gradients are left in the optimizer's buckets."""
-    if pipeline is not None:
+    if graphs is not None:
+        # A recording serves every microbatch, so that none of them can be the last.
+        total = functools.reduce(operator.add, graphs.each(microbatches if pipeline is None else [tuple(microbatches)]))
+        optimizer.buckets.last_microbatch()
+    elif pipeline is not None:
         total = pipeline.train(microbatches)
         # A parameter has several backwards a microbatch here (two loops, head and embedding), so that none of them is the last.
-        optimizer.buckets.last_microbatch()
-    elif graphs is not None:
-        total = functools.reduce(operator.add, graphs.each(microbatches))
-        # A recording serves every microbatch, so that none of them can be the last.
         optimizer.buckets.last_microbatch()
     else:
         total = _one_after_the_other(model, optimizer, microbatches)

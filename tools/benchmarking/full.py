@@ -1,9 +1,10 @@
 """Whole training steps of the released model by layout, as the recipes start them, beside one device's loss: what eight GPUs give.
 
 Full fine-tuning (sft_26b.sh) with experts over all ranks by dispatcher and recompute, and with tensor, pipeline and expert parallelism;
-residual streams over an interleaved pipeline; adapters on a long document over context-parallel ranks. Random weights, drawn by parameter
-name, so that they are one model in every layout; rows of random tokens, each canvas self-conditioned; the same batch in every step. Cases
-of "one device" give the loss of the whole batch, forward alone. With fewer ranks or layers, or toy widths (--toy), the same code runs.
+residual streams over an interleaved pipeline; adapters on a long document over context-parallel ranks. All by CUDA graphs, then some of
+them started by the host, more of these by --cases. Random weights, drawn by parameter name, so that they are one model in every layout;
+rows of random tokens, each canvas self-conditioned; the same batch in every step. Cases of "one device" give the loss of the whole batch,
+forward alone. With fewer ranks or layers, or toy widths (--toy), the same code runs.
 
     ms          median of the timed steps, of the slowest rank; tokens/s: clean tokens, a GPU; TFLOP/s: what the step needs, a GPU
     GiB         the most that any rank took from its device
@@ -24,7 +25,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -61,8 +62,8 @@ WARMUP = 3  # steps: of a CUDA graph the first is a call, the second is recorded
 
 @dataclass(frozen=True)
 class Result:
-    """What was measured of a case, as the module says. step_ms of a forward alone, where the case does not train; exposed_ms, span_ms: of
-    the profiled step, 0 where there is none; tokens: of a step; tflop: of a step over all ranks."""
+    """What was measured of a case, as the module says. step_ms of a forward alone, where the case does not train; exposed_ms (of which:
+    by kind), busy_ms, span_ms: of the profiled step, 0 where there is none; tokens: of a step; tflop: of a step over all ranks."""
 
     case: str
     ranks: int
@@ -76,10 +77,14 @@ class Result:
     span_ms: float
     losses: tuple[float, ...]
     norm: float
+    busy_ms: float = 0.0
+    by_kind: dict[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
+        kinds = "".join(f", {kind} {ms:.1f}" for kind, ms in self.by_kind.items())
         return (f"{self.case}: {self.step_ms:.1f} ms ({self.least_ms:.1f} to {self.most_ms:.1f}), {self.peak_gib:.1f} GiB, exposed "
-                f"{self.exposed_ms:.1f} of {self.span_ms:.1f} ms, losses {' '.join(f'{loss:.5f}' for loss in self.losses)}")
+                f"{self.exposed_ms:.1f}{kinds} of {self.span_ms:.1f} ms, busy {self.busy_ms:.1f}, losses "
+                f"{' '.join(f'{loss:.5f}' for loss in self.losses)}")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -125,7 +130,13 @@ def chosen(ranks: int, arguments: argparse.Namespace) -> list[Case]:
     """The cases that are asked for and can run here, with those that they are compared with."""
     size = Size.of(arguments.toy, arguments.layers, arguments.seq_length, arguments.long_length)
     there = [case for case in cases(ranks, size) if not (arguments.toy and case.needs_cuda)]
-    wanted = [case for case in there if arguments.cases is None or any(text in case.name for text in arguments.cases)]
+
+    def is_wanted(case: Case) -> bool:
+        if arguments.cases is None:
+            return arguments.toy or not case.on_request
+        return any(text in case.name for text in arguments.cases)
+
+    wanted = [case for case in there if is_wanted(case)]
     compared = {case.reference for case in wanted}
     return [case for case in there if case in wanted or case.name in compared]
 
@@ -196,13 +207,15 @@ def measure(case: Case, run: RunConfig, context: ParallelContext, arguments: arg
     model = build_model(run, context, init=DeviceNormal(context.device))
     calm(model)
     batch = batch_of(case, run, context)
-    exposed = span = 0.0
+    exposed = span = busy = 0.0
+    by_kind: dict[str, float] = {}
     if case.trains:
         bench = Bench(run, model, batch)
         steps = [bench.step() for _ in range(WARMUP + arguments.repeats)]
         if context.device.type == "cuda":
             found = exposure(profile(bench.take, lambda: barrier(context)))
-            exposed, span = found.total.exposed, found.span
+            exposed, span, busy = found.total.exposed, found.span, found.busy
+            by_kind = {kind: share.exposed for kind, share in found.by_kind.items()}
         bench.release()
     else:
         steps = [forward(model, batch)]
@@ -213,7 +226,7 @@ def measure(case: Case, run: RunConfig, context: ParallelContext, arguments: arg
     operations = step_operations(run.model, TokenCounts.of(batch.plan, run.objective), frozen=run.lora.lora_rank is not None)
     tflop = operations.model / 1e12 if case.trains else 0.0
     return Result(case.name, case.ranks, statistics.median(timed), min(timed), max(timed),
-                  run.training.global_batch_size * run.data.seq_length, tflop, peak, exposed, span, losses, norms[0])
+                  run.training.global_batch_size * run.data.seq_length, tflop, peak, exposed, span, losses, norms[0], busy, by_kind)
 
 
 def batch_of(case: Case, run: RunConfig, context: ParallelContext) -> Batch:
@@ -242,7 +255,8 @@ class Bench:
         self.pipeline = build_pipeline(model, run)
         self.graphs = None
         if run.training.cuda_graph_impl == "local":
-            self.graphs = graphed(model, limit=run.training.cuda_graph_limit, message=lambda text: None)
+            self.graphs = graphed(model, limit=run.training.cuda_graph_limit, message=lambda text: None, pipeline=self.pipeline,
+                                  sums_load=run.moe.moe_aux_loss_coeff > 0)
         self.inputs = tuple(on_device(inputs, model.context.device) for inputs in batch.microbatches())
 
     def take(self) -> tuple[float, float]:

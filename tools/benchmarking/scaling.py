@@ -103,13 +103,13 @@ class Result:
 
 
 class RandomRows:
-    """Rows of random tokens, half of each a prompt (an ExampleSource and its order)."""
+    """Rows of random tokens, of which `response`, else half, are not prompt (an ExampleSource and its order)."""
 
     name = "random"
 
-    def __init__(self, batch: int, seq_length: int, vocab_size: int):
-        self.vocab_size, half = vocab_size, seq_length // 2
-        self.lengths = np.tile(np.array([half, seq_length - half], np.int32), (batch, 1))
+    def __init__(self, batch: int, seq_length: int, vocab_size: int, response: int | None = None):
+        self.vocab_size, prompt = vocab_size, seq_length // 2 if response is None else seq_length - response
+        self.lengths = np.tile(np.array([prompt, seq_length - prompt], np.int32), (batch, 1))
         self.keys = np.stack([np.arange(batch), np.zeros(batch, np.int64)], 1)
         self.truncated = np.zeros(batch, bool)
 
