@@ -173,6 +173,26 @@ def activation_bytes(run: RunConfig, kind: str) -> float:
     return factor * size * sum(count for part, count in kept.items() if part not in modules)
 
 
+def room_bytes(run: RunConfig, tokens: float) -> float:
+    """What one layer keeps for the experts' rows that may come and do not: --moe-max-tokens-per-rank makes room for the most in every pass.
+    tokens: of a microbatch on one rank, with gradient. A row keeps the experts' input, first product and result."""
+    model, parallel, bound = run.model, run.parallel, run.moe.moe_max_tokens_per_rank
+    ranks = parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size
+    if bound is None or ranks == 1:
+        return 0.0
+    passes = 2 if run.objective.objective != "ar" and run.objective.self_conditioning_prob > 0 else 1
+    choices = min(model.moe_router_topk, model.num_experts // parallel.expert_model_parallel_size)
+    come = tokens / parallel.tensor_model_parallel_size * model.moe_router_topk
+    values = 2 * model.hidden_size + 2 * model.moe_ffn_hidden_size / parallel.expert_tensor_parallel_size
+    return max(passes * ranks * bound * choices - come, 0.0) * values * (2 if run.training.bf16 else 4)
+
+
+def keeps_experts(training: TrainingConfig) -> bool:
+    """Whether what experts keep for the backward is kept, and not computed again."""
+    return training.recompute_granularity is None or (training.recompute_granularity == "selective"
+                                                      and "moe" not in training.recompute_modules)
+
+
 def buffer_bytes(run: RunConfig, elements: Elements, tokens: float) -> float:
     """What comes and goes: one layer computed again, the head's gradient in fp32 twice, the largest 16-bit gradients, the runtime."""
     model, parallel = run.model, run.parallel
@@ -181,6 +201,7 @@ def buffer_bytes(run: RunConfig, elements: Elements, tokens: float) -> float:
     if run.training.recompute_granularity is not None:
         plain = replace(run, training=replace(run.training, recompute_granularity=None, recompute_modules=()))
         again = tokens * max(activation_bytes(plain, kind) for kind in set(model.layer_kinds))
+        again += 0.0 if keeps_experts(run.training) else room_bytes(run, tokens)
     frozen_embedding = not any(trained and grid == "dense" and size for (grid, trained, size) in elements)
     return RUNTIME_BYTES + again + (0 if frozen_embedding else 2 * 4 * vocabulary)
 
@@ -213,7 +234,8 @@ def forecast(run: RunConfig, world_size: int, canvases_per_row: int = 1) -> Fore
     for rank, microbatches_kept in enumerate(in_flight):
         letters, types = stage_of(run, layout, rank)
         own = elements.of_stage(letters, types)
-        activations = microbatches_kept * tokens * sum(activation_bytes(run, kind) for kind in types)
+        room = room_bytes(run, tokens) if keeps_experts(training) else 0.0
+        activations = microbatches_kept * sum(tokens * activation_bytes(run, kind) + room for kind in types)
         held.append(state_bytes(own, run, dp, edp) | {"activations": activations, "buffers": buffer_bytes(run, own, tokens)})
     return Forecast(elements, tuple(held), bubble, tokens)
 

@@ -177,6 +177,43 @@ def test_parts_of_a_step():
     assert alone.compute < beforehand.compute and alone.compute < shared.compute
 
 
+def test_recorded_pipelines_wait_by_the_devices_time():
+    """The host is not waited for, edges are part of the waiting, and a head that takes as long as layers needs a rank of few."""
+    def time(*flags: str) -> timing.StepTime:
+        words = "--seq-length 1024 --freeze-router --pipeline-model-parallel-size 2 --micro-batch-size 1 --global-batch-size 8"
+        return layouts.plan(config.parse([*SIX, *words.split(), *flags]), layouts.Machine(2)).time
+
+    graphs, placed = ("--cuda-graph-impl", "local"), "--pipeline-model-parallel-layout"
+    eager = time()
+    uneven, even, empty = (time(*graphs, placed, layout) for layout in ("Etttt|ttL", "Ettt|tttL", "Et|tttttL"))
+    assert uneven.launches == even.launches == 0 < eager.launches and uneven.communication == 0 < eager.communication
+    assert 0 < uneven.bubble < even.bubble < empty.bubble < 1
+    assert uneven.total == pytest.approx(uneven.compute / (1 - uneven.bubble) + uneven.optimizer)
+    # One microbatch: of all work, only the gradient of the soft embedding runs beside another rank's.
+    assert even.bubble < time(*graphs, placed, "Ettt|tttL", "--global-batch-size", "1").bubble < 0.5
+
+
+def test_rooms_are_kept_and_sent():
+    def bounded(flags: str, ranks: int = 2) -> float:
+        run = config.parse([*TOY, "--global-batch-size", "8", "--self-conditioning-prob", "1", *flags.split()])
+        return memory.room_bytes(run, 100.0)
+
+    room = "--expert-model-parallel-size 2 --moe-max-tokens-per-rank 80 --moe-router-topk 2"
+    model = config.parse([*TOY, *room.split()]).model
+    row = 2 * (2 * model.hidden_size + 2 * model.moe_ffn_hidden_size)
+    # Two passes with room for 2 x 80 tokens of two choices; of 100 tokens two choices come.
+    assert bounded(room) == (2 * 2 * 80 * 2 - 200) * row
+    assert bounded("--expert-model-parallel-size 2") == bounded("--moe-max-tokens-per-rank 80") == 0
+    runs = [config.parse([*TOY, *room.split(), "--cuda-graph-impl", "local", *more.split()])
+            for more in ("", "--recompute-granularity selective --recompute-modules moe", "--recompute-granularity full")]
+    kept, again, whole = (memory.forecast(run, 2).fullest for run in runs)
+    assert kept["activations"] > again["activations"] > whole["activations"] and kept["buffers"] < again["buffers"]
+    # deepep sends the tokens that there are, alltoall its rooms, and weights by themselves.
+    alltoall, deepep = (config.parse([*TOY, *room.split(), "--moe-token-dispatcher-type", name]) for name in ("alltoall", "deepep"))
+    assert (timing.num_transfers(alltoall), timing.num_small_transfers(alltoall), timing.num_small_transfers(deepep)) == (8, 6, 0)
+    assert timing.communication_ms(alltoall, 100, 1, 0, gpus_per_node=8) > timing.communication_ms(deepep, 100, 1, 0, gpus_per_node=8)
+
+
 def test_experts_over_a_node_stay_in_it():
     """Expert groups are counted by themselves: eight ranks, whatever tensor parallelism they have besides."""
     run = config.parse([*TOY, "--global-batch-size", "8", "--tensor-model-parallel-size", "2", "--expert-model-parallel-size", "8",

@@ -18,10 +18,16 @@ from megatron_dllm.config import RunConfig
 ROOT = Path(__file__).resolve().parents[2]
 STREAMS = 4
 # Two virtual stages a rank, three layers a rank in the mean. Without graphs the head takes about as long as a layer, so its rank has one
-# less: of all layouts of 12 layers in stages of one or two, the simulator gives this one the shortest step of 8 microbatches.
+# less: of all layouts of 12 layers in stages of one or two, the simulator gives this one the shortest step of 8 microbatches. Recorded,
+# the head takes as long as two or three layers: the best of those that the planner gives 2 ranks and 4.
 INTERLEAVED = {2: "Et|tt|tt|tL", 4: "Et|tt|tt|t|tt|tt|t|tL"}
+RECORDED = {2: "Et|tt|ttt|L", 4: "Ett|t|tt|t|tt|tt|tt|L"}
 DEEPEP = ("--moe-token-dispatcher-type", "deepep")
 ALLTOALL = ("--moe-token-dispatcher-type", "alltoall")
+EXPERTS_AGAIN = ("--recompute-granularity", "selective", "--recompute-modules", "moe")
+ANEW = "--no-moe-recompute-replay"
+ALONE, UNSHARED = ("--expert-model-parallel-size", "1"), "--no-use-distributed-optimizer"
+KEEP = (("RECOMPUTE", "none"),)
 
 
 @dataclass(frozen=True)
@@ -46,7 +52,7 @@ class Size:
 class Case:
     """A run of a recipe over `ranks` devices. reference: the case, on one device and forward alone, that gives the first loss as well, None
     for such a case itself. environment: what the recipe reads of it, beside model and data. is_long: whether its row is a document of
-    `Size.long_length`."""
+    `Size.long_length`. on_request: on GPUs run only where its name is asked for."""
 
     name: str
     recipe: str
@@ -55,6 +61,7 @@ class Case:
     reference: str | None
     environment: tuple[tuple[str, str], ...] = ()
     is_long: bool = False
+    on_request: bool = False
 
     @property
     def needs_cuda(self) -> bool:
@@ -102,52 +109,97 @@ def recipe_words(recipe: str, settings: tuple[tuple[str, str], ...] = ()) -> tup
 
 
 def cases(ranks: int, size: Size) -> list[Case]:
-    """All that fit a world of so many ranks, most wanted first; a reference stands before those that are compared with it."""
-    common = ("--no-packing", "--self-conditioning-prob", "1", "--micro-batch-size", "1")
-    rows = (*common, "--seq-length", str(size.seq_length), "--global-batch-size")
-    layers = ("--num-layers", str(size.layers))
-    whole = (*layers, *rows, str(ranks))
-    canvas = config.PRESETS["toy" if size.toy else "diffusiongemma-26b-a4b"].canvas_length
-    graph = (*DEEPEP, "--moe-max-tokens-per-rank", str(size.seq_length + canvas), "--cuda-graph-impl", "local")
-    spread = (*whole, "--expert-model-parallel-size", str(ranks))
-    alone = ("--expert-model-parallel-size", "1", "--no-use-distributed-optimizer")
-    keep = (("RECOMPUTE", "none"),)
-    found = [
-        Case("sft, one device", "sft_26b", 1, (*whole, *alone), None),
-        Case(f"ep{ranks} deepep, replay, graph", "sft_26b", ranks, (*spread, *graph), "sft, one device"),
-        Case(f"ep{ranks} deepep, no recompute, graph", "sft_26b", ranks, (*spread, *graph), "sft, one device", keep),
-        Case(f"ep{ranks} deepep, replay", "sft_26b", ranks, (*spread, *DEEPEP), "sft, one device"),
-        Case(f"ep{ranks} alltoall, replay", "sft_26b", ranks, (*spread, *ALLTOALL), "sft, one device"),
-        Case(f"ep{ranks} alltoall, no recompute", "sft_26b", ranks, (*spread, *ALLTOALL), "sft, one device", keep),
-        # Half as many backwards to start.
-        Case(f"ep{ranks} alltoall, no recompute, drafts apart", "sft_26b", ranks, (*spread, *ALLTOALL, "--draft-pass", "apart"),
-             "sft, one device", keep),
-        Case(f"ep{ranks} deepep, no replay", "sft_26b", ranks, (*spread, *DEEPEP, "--no-moe-recompute-replay"), "sft, one device"),
-        Case(f"ep{ranks} deepep, no recompute", "sft_26b", ranks, (*spread, *DEEPEP), "sft, one device", keep),
-    ]
-    if ranks % 4 == 0:
-        # The host takes as long for four rows as for one: by the planner four at once halve the step, though the stages then wait.
-        found.append(Case("tp2+sp pp2 ep2", "sft_26b", ranks, (
-            *whole, "--micro-batch-size", "4", "--tensor-model-parallel-size", "2", "--sequence-parallel",
-            "--pipeline-model-parallel-size", "2", "--expert-model-parallel-size", "2"), "sft, one device", keep))
-    if ranks == 2:
-        tensor = ("--micro-batch-size", "2", "--tensor-model-parallel-size", "2", "--sequence-parallel", "--no-use-distributed-optimizer")
-        found += [
-            Case("tp2+sp ep2", "sft_26b", ranks, (*spread, *tensor), "sft, one device", keep),
-            Case("pp2", "sft_26b", ranks, (*whole, *alone, "--pipeline-model-parallel-size", "2"), "sft, one device", keep)]
-    stages = ranks // 2 if ranks // 2 in INTERLEAVED else 2
-    streams = ("--num-layers", str(3 * stages), *rows, str(ranks // stages * 4 * stages), "--micro-batch-size", "2", *alone[:2],
-               "--enable-mhc-connections", "--mhc-num-residual-streams", str(STREAMS))
-    long = (*layers, *common, "--seq-length", str(size.long_length), "--global-batch-size", "1", "--encoder-loss-tokens", "response")
-    return [
-        *found,
-        Case("lora long, one device", "lora_26b", 1, long, None, is_long=True),
-        # Attention is most of the work, so its results are kept.
-        Case(f"cp{ranks}, lora, long", "lora_26b", ranks, (
-            *long, "--context-parallel-size", str(ranks), "--use-distributed-optimizer", "--recompute-granularity", "selective",
-            "--recompute-modules", "moe"), "lora long, one device", is_long=True),
-        Case("mhc, one device", "sft_26b", 1, (*streams, alone[2]), None),
-        Case(f"pp{stages} vpp2, mHC {STREAMS}", "sft_26b", ranks, (
-            *streams, "--pipeline-model-parallel-size", str(stages), "--pipeline-model-parallel-layout", INTERLEAVED[stages]),
-            "mhc, one device", keep),
-    ]
+    """All that fit a world of so many ranks, most wanted first; a reference stands before those that are compared with it.
+
+    By CUDA graphs every layout; of those that the host starts kernel by kernel, one of a kind, the others on request.
+    """
+    work = Work(ranks, size)
+    one, long, streams = work.references
+    graphs, eager = work.spread(graph=True), work.spread(graph=False)
+    return [one, *graphs, *work.tensor(graph=True), long, work.long(graph=True), streams, work.streams(graph=True),
+            *eager, *work.tensor(graph=False), work.long(graph=False), work.streams(graph=False)]
+
+
+class Work:
+    """The flags of the cases, by kind of layout; `graph`: recorded, or started by the host."""
+
+    def __init__(self, ranks: int, size: Size):
+        self.ranks = ranks
+        self.common = ("--no-packing", "--self-conditioning-prob", "1", "--micro-batch-size", "1")
+        rows = (*self.common, "--seq-length", str(size.seq_length), "--global-batch-size")
+        layers = ("--num-layers", str(size.layers))
+        self.whole = (*layers, *rows, str(ranks))
+        canvas = config.PRESETS["toy" if size.toy else "diffusiongemma-26b-a4b"].canvas_length
+        self.row_tokens = size.seq_length + canvas
+        self.stages = ranks // 2 if ranks // 2 in INTERLEAVED else 2
+        self.of_streams = (
+            "--num-layers", str(3 * self.stages), *rows, str(ranks // self.stages * 4 * self.stages), "--micro-batch-size", "2", *ALONE,
+            "--enable-mhc-connections", "--mhc-num-residual-streams", str(STREAMS))
+        self.of_document = (
+            *layers, *self.common, "--seq-length", str(size.long_length), "--global-batch-size", "1", "--encoder-loss-tokens", "response")
+        self.references = (
+            Case("sft, one device", "sft_26b", 1, (*self.whole, *ALONE, UNSHARED), None),
+            Case("lora long, one device", "lora_26b", 1, self.of_document, None, is_long=True),
+            Case("mhc, one device", "sft_26b", 1, (*self.of_streams, UNSHARED), None))
+
+    def case(self, name: str, flags: Iterable[str], *, graph: bool, reference: int = 0, keep: bool = False, bound: int | None = None,
+             on_request: bool = False) -> Case:
+        """A layout of the reference's run. keep: what the backward reads is kept. bound: tokens of a rank in a pass, where experts are
+        spread, whose exchanges a recording makes room for."""
+        recorded = (*(("--moe-max-tokens-per-rank", str(bound)) if bound else ()), "--cuda-graph-impl", "local") if graph else ()
+        one = self.references[reference]
+        return Case(f"{name}, graph" if graph else name, one.recipe, self.ranks, (*flags, *recorded), one.name,
+                    KEEP if keep else (), one.is_long, on_request)
+
+    def spread(self, *, graph: bool) -> list[Case]:
+        """Experts over all ranks, by what brings tokens to them and by what is computed again."""
+        flags = (*self.whole, "--expert-model-parallel-size", str(self.ranks))
+
+        def case(name: str, *more: str, **how: bool) -> Case:
+            return self.case(f"ep{self.ranks} {name}", (*flags, *more), graph=graph, bound=self.row_tokens, **how)
+
+        # Recorded, every pass has room for all tokens of all ranks on each: many ranks cannot keep that of all layers.
+        few = self.ranks < 4
+        if graph:
+            return [
+                case("deepep, replay", *DEEPEP),
+                case("deepep, no recompute", *DEEPEP, keep=True, on_request=not few),
+                case("deepep, experts again", *DEEPEP, *EXPERTS_AGAIN, keep=True, on_request=few),
+                case("alltoall, no recompute", *ALLTOALL, keep=True, on_request=not few),
+                case("alltoall, experts again", *ALLTOALL, *EXPERTS_AGAIN, keep=True, on_request=few),
+                case("alltoall, replay", *ALLTOALL),
+                case("deepep, no replay", *DEEPEP, ANEW)]
+        return [
+            case("deepep, replay", *DEEPEP),
+            case("alltoall, no recompute", *ALLTOALL, keep=True),
+            case("alltoall, replay", *ALLTOALL, on_request=True),
+            case("deepep, no replay", *DEEPEP, ANEW, on_request=True),
+            case("deepep, no recompute", *DEEPEP, keep=True, on_request=True),
+            # Half as many backwards to start.
+            case("alltoall, no recompute, drafts apart", *ALLTOALL, "--draft-pass", "apart", keep=True, on_request=True)]
+
+    def tensor(self, *, graph: bool) -> list[Case]:
+        """Tensor and pipeline parallelism, with experts over ranks or without."""
+        flags = (*self.whole, "--tensor-model-parallel-size", "2", "--sequence-parallel", "--expert-model-parallel-size", "2")
+        if self.ranks % 4 == 0:
+            # The host takes as long for four rows as for one: by the planner four at once halve the step, though the stages then wait.
+            rows = 4
+            pipeline = ("--micro-batch-size", str(rows), "--pipeline-model-parallel-size", "2")
+            return [self.case("tp2+sp pp2 ep2", (*flags, *pipeline), graph=graph, keep=True, bound=rows * self.row_tokens // 2)]
+        if self.ranks > 2:
+            return []
+        pipeline = (*self.whole, *ALONE, UNSHARED, "--pipeline-model-parallel-size", "2")
+        return [
+            self.case("tp2+sp ep2", (*flags, "--micro-batch-size", "2", UNSHARED), graph=graph, keep=True, bound=self.row_tokens),
+            self.case("pp2", pipeline, graph=graph, keep=True, on_request=not graph)]
+
+    def long(self, *, graph: bool) -> Case:
+        """Adapters on a long document over context-parallel ranks. Attention is most of the work, so its results are kept."""
+        flags = (*self.of_document, "--context-parallel-size", str(self.ranks), "--use-distributed-optimizer", *EXPERTS_AGAIN)
+        return self.case(f"cp{self.ranks}, lora, long", flags, graph=graph, reference=1, on_request=not graph)
+
+    def streams(self, *, graph: bool) -> Case:
+        """Residual streams over an interleaved pipeline."""
+        flags = (*self.of_streams, "--pipeline-model-parallel-size", str(self.stages), "--pipeline-model-parallel-layout",
+                 (RECORDED if graph else INTERLEAVED)[self.stages])
+        return self.case(f"pp{self.stages} vpp2, mHC {STREAMS}", flags, graph=graph, reference=2, keep=True)

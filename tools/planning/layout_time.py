@@ -15,6 +15,7 @@ import torch
 
 from megatron_dllm.config import RunConfig, TrainingConfig
 from megatron_dllm.training.draft_pass import PassSizes, chosen_apart, may_be_joint
+from megatron_dllm.training.forecast import keeps_experts
 from megatron_dllm.training.operations import Operations, StepOperations, TokenCounts, causal_pairs, stack_operations, step_operations
 
 # TFLOP/s of the layers' products, of attention (by visible pairs, the backward counted as twice the forward) and of the head; bytes that a
@@ -41,8 +42,8 @@ OPTIMIZER_BYTES, OPTIMIZER_TB_PER_S = 30, 4.0
 # the backward. Between nodes: an assumption.
 NVLINK_GB_PER_S, NETWORK_GB_PER_S = 250.0, 40.0
 # Milliseconds of one dispatch or combine of few tokens beyond its bytes, and of what the device does more around it: two H200s' graphs of 8
-# layers exposed 2.9 ms of 64 of them, and took 9 ms more than the same work without.
-DISPATCH_MS, ROUTING_MS = 0.03, 0.12
+# layers exposed 2.9 ms of 64 of them, and took 9 ms more than the same work without. The first is taken of every other exchange as well.
+TRANSFER_MS, ROUTING_MS = 0.03, 0.12
 # Of the host's time for a layer, what is left of two forwards and two backwards where there is one backward. Drafts made beforehand: 0.8
 # on two H200s with alltoall (0.63 of the operations, counted on the toy); with recompute one forward less besides, which is counted in
 # proportion: not measured. One backward for both passes: the same is taken; adapters on one H200 give 10 ms a layer, of 13 to 16 before.
@@ -138,23 +139,28 @@ def with_draft_pass(run: RunConfig, canvases: int) -> RunConfig:
     return replace(run, training=replace(run.training, draft_pass="joint" if is_joint else "apart" if is_apart else "shared"))
 
 
-def work_ms(counted: StepOperations, gpu: str) -> float:
+def operations_ms(counted: Operations, gpu: str) -> float:
     """Of so many operations on one GPU."""
     scale = 1e9 * GPUS[gpu][0] / GPUS[MEASURED_ON][0]
+    rates = {"attention": ATTENTION_TFLOPS, "head": HEAD_TFLOPS, "soft_embedding": HEAD_TFLOPS}
+    return sum(count / (rates.get(part, LAYER_TFLOPS) * scale) for part, count in counted.items())
 
-    def rate(part: str) -> float:
-        return {"attention": ATTENTION_TFLOPS, "head": HEAD_TFLOPS, "soft_embedding": HEAD_TFLOPS}.get(part, LAYER_TFLOPS) * scale
 
-    parts: tuple[Operations, ...] = (counted.draft, counted.forward, counted.backward, counted.repeated)
-    return sum(count / rate(part) for operations in parts for part, count in operations.items())
+def work_ms(counted: StepOperations, gpu: str) -> float:
+    """Of all operations of a step on one GPU."""
+    return sum(operations_ms(part, gpu) for part in (counted.draft, counted.forward, counted.backward, counted.repeated))
 
 
 def moved_ms(weights: Mapping[tuple[str, bool, int], float], training: TrainingConfig) -> float:
     """For what a microbatch moves for one rank's weights, given as elements by (grid, trained, bytes of an element)."""
-    again = REPEATED_BYTES if training.recompute_granularity == "full" else 0
-    again -= ONE_BACKWARD_BYTES if training.draft_pass in ("apart", "joint") else 0
-    return sum(count * ((TRAINED_BYTES if trained else FROZEN_BYTES) + again)
-               for (_, trained, _), count in weights.items()) / COPY_TB_PER_S / 1e9
+    spared = ONE_BACKWARD_BYTES if training.draft_pass in ("apart", "joint") else 0
+
+    def again(grid: str) -> int:
+        is_again = training.recompute_granularity == "full" or grid == "expert" and not keeps_experts(training)
+        return REPEATED_BYTES * is_again - spared
+
+    return sum(count * ((TRAINED_BYTES if trained else FROZEN_BYTES) + again(grid))
+               for (grid, trained, _), count in weights.items()) / COPY_TB_PER_S / 1e9
 
 
 def streams_factor(run: RunConfig) -> float:
@@ -184,27 +190,61 @@ def communication_ms(run: RunConfig, tokens: float, layers: float, edges: float,
     tp, cp, ep, etp = (parallel.tensor_model_parallel_size, parallel.context_parallel_size, parallel.expert_model_parallel_size,
                        parallel.expert_tensor_parallel_size)
     size = 2 if run.training.bf16 else 4
-    passes = 3 if run.training.recompute_granularity == "full" else 2
-    hidden = tokens * model.hidden_size * size
+    passes, loops = 3 if run.training.recompute_granularity == "full" else 2, num_loops(run)
+    row = model.hidden_size * size
 
     def rate(ranks: int) -> float:
         return (NVLINK_GB_PER_S if ranks <= gpus_per_node else NETWORK_GB_PER_S) * 1e6
 
-    total = 4 * hidden * (tp - 1) / tp * passes / rate(tp)
+    total = 4 * tokens * row * (tp - 1) / tp * passes / rate(tp) + 4 * passes * loops * TRANSFER_MS * (tp > 1)
     if ep * etp > 1:
-        total += 2 * hidden / tp * sent_rows(run) * passes / rate(ep * etp) + num_transfers(run) * DISPATCH_MS
+        # By alltoall with rooms each pass sends all of its room.
+        own = loops * run.moe.moe_max_tokens_per_rank if has_rooms(run) else tokens / tp
+        sent = 2 * own * row * sent_rows(run) * (2 if keeps_experts(run.training) else 3)
+        total += sent / rate(ep * etp) + (num_transfers(run) + num_small_transfers(run)) * TRANSFER_MS
     full = model.layer_kinds.count("full") / model.num_layers
     keys = 2 * tokens * model.num_global_query_groups * model.global_kv_channels * size
-    total += keys * (cp - 1) * full * passes / rate(tp * cp)
-    edge = 2 * hidden * model.num_residual_streams / (tp if parallel.sequence_parallel else 1)
-    return total * layers + edge * edges / rate(tp * cp * parallel.pipeline_model_parallel_size)
+    total += keys * (cp - 1) * full * passes / rate(tp * cp) + passes * loops * TRANSFER_MS * (cp > 1)
+    return total * layers + edges * edge_ms(run, tokens, gpus_per_node)
+
+
+def edge_ms(run: RunConfig, tokens: float, gpus_per_node: int) -> float:
+    """For `tokens` over an edge of the pipeline, forward and backward: streams of a rank's own tokens."""
+    parallel = run.parallel
+    tp, ranks = parallel.tensor_model_parallel_size, (parallel.tensor_model_parallel_size * parallel.context_parallel_size
+                                                      * parallel.pipeline_model_parallel_size)
+    row = run.model.hidden_size * run.model.num_residual_streams * (2 if run.training.bf16 else 4)
+    rate = NVLINK_GB_PER_S if ranks <= gpus_per_node else NETWORK_GB_PER_S
+    return 2 * tokens * row / (tp if parallel.sequence_parallel else 1) / rate / 1e6
+
+
+def num_loops(run: RunConfig) -> int:
+    """Passes of a microbatch: of clean tokens and drafts, and of canvases that have one."""
+    return 1 if run.objective.objective == "ar" or run.objective.self_conditioning_prob == 0 else 2
+
+
+def has_rooms(run: RunConfig) -> bool:
+    """Whether alltoall sends rooms of a fixed size."""
+    return run.moe.dispatcher == "alltoall" and run.moe.moe_max_tokens_per_rank is not None
 
 
 def num_transfers(run: RunConfig) -> int:
-    """Dispatches and combines of a layer in a microbatch: of clean tokens and of the canvas again, there and in the backward back."""
-    loops = 1 if run.objective.objective == "ar" or run.objective.self_conditioning_prob == 0 else 2
-    with_gradient = 1 if run.training.draft_pass == "apart" else loops
-    return 2 * (loops + with_gradient * (2 if run.training.recompute_granularity == "full" else 1))
+    """Dispatches and combines of a layer in a microbatch, there and in the backward back."""
+    loops = num_loops(run)
+    return 2 * (loops + _loops_back(run) * (1 if keeps_experts(run.training) else 2))
+
+
+def num_small_transfers(run: RunConfig) -> int:
+    """What alltoall with rooms sends beside them: the choices of experts in each pass, weights with each dispatch, their gradients back."""
+    if not has_rooms(run):
+        return 0
+    again = not keeps_experts(run.training)
+    anew = again and not run.moe.moe_recompute_replay
+    return 2 * num_loops(run) + _loops_back(run) * (1 + again + anew)
+
+
+def _loops_back(run: RunConfig) -> int:
+    return 1 if run.training.draft_pass == "apart" else num_loops(run)
 
 
 def routing_ms(run: RunConfig, layers: float) -> float:

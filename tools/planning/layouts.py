@@ -18,6 +18,7 @@ from megatron_dllm.config import DataConfig, RunConfig, TrainingConfig
 from megatron_dllm.training import forecast as memory
 from megatron_dllm.training.operations import StepOperations
 from planning import layout_time as timing
+from planning import stages
 
 GIB = 2**30
 SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 15, 16, 32, 64, 128)
@@ -171,7 +172,11 @@ def _time(run: RunConfig, predicted: memory.Forecast, counted: StepOperations, m
     hidden = timing.HIDDEN_SHARE * compute / microbatches if training.cuda_graph_impl == "none" and pp == 1 else 0.0
     compute += microbatches * timing.routing_ms(run, layers)
     # Forward and backward over each edge that a rank has: one a virtual stage.
-    edges = (virtual_stages_of(run) if pp > 1 else 0) * 2
+    edges, bubble = (virtual_stages_of(run) if pp > 1 else 0) * 2, predicted.bubble
+    if pp > 1 and training.cuda_graph_impl != "none":  # recorded: the stages take the device's time, and edges are part of the waiting
+        edges = 0
+        beside = timing.routing_ms(run, 1) + timing.communication_ms(run, predicted.tokens, 1, 0, gpus_per_node=machine.gpus_per_node)
+        bubble = stages.bubble(run, counted, predicted, gpus=gpus, gpu=machine.gpu, beside_ms=beside, gpus_per_node=machine.gpus_per_node)
     communication = microbatches * timing.communication_ms(run, predicted.tokens, layers, edges, gpus_per_node=machine.gpus_per_node)
     sums, gathers, stepped = 0.0, 0.0, 0.0
     for grid, ranks in replicas(run, gpus).items():
@@ -184,7 +189,7 @@ def _time(run: RunConfig, predicted: memory.Forecast, counted: StepOperations, m
     return timing.StepTime(
         compute, communication, microbatches * timing.launch_ms(run, layers, machine.host),
         sums - beside + gathers * (not parallel.overlap_param_gather), beside,
-        stepped * timing.OPTIMIZER_BYTES / (timing.OPTIMIZER_TB_PER_S * 1e9), predicted.bubble)
+        stepped * timing.OPTIMIZER_BYTES / (timing.OPTIMIZER_TB_PER_S * 1e9), bubble)
 
 
 def num_microbatches(run: RunConfig, gpus: int) -> int:
