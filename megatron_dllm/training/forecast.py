@@ -180,11 +180,25 @@ def room_bytes(run: RunConfig, tokens: float) -> float:
     ranks = parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size
     if bound is None or ranks == 1:
         return 0.0
-    passes = 2 if run.objective.objective != "ar" and run.objective.self_conditioning_prob > 0 else 1
     choices = min(model.moe_router_topk, model.num_experts // parallel.expert_model_parallel_size)
     come = tokens / parallel.tensor_model_parallel_size * model.moe_router_topk
     values = 2 * model.hidden_size + 2 * model.moe_ffn_hidden_size / parallel.expert_tensor_parallel_size
-    return max(passes * ranks * bound * choices - come, 0.0) * values * (2 if run.training.bf16 else 4)
+    return max(num_passes(run) * ranks * bound * choices - come, 0.0) * values * (2 if run.training.bf16 else 4)
+
+
+def recorded_bytes(run: RunConfig) -> float:
+    """What one layer's dispatches hold in a recording. Memory that deepep's stream has used is not used again within it: of each pass the
+    tokens that there is room for, as they come, go back, and with their gradients, and the first two again where experts are."""
+    bound, ranks = run.moe.moe_max_tokens_per_rank, run.parallel.expert_model_parallel_size
+    if run.training.cuda_graph_impl == "none" or run.moe.dispatcher != "deepep" or bound is None:
+        return 0.0
+    times = 4 if keeps_experts(run.training) else 6
+    return num_passes(run) * times * ranks * bound * run.model.hidden_size * (2 if run.training.bf16 else 4)
+
+
+def num_passes(run: RunConfig) -> int:
+    """Passes of a microbatch with gradient: of clean tokens and drafts, and of canvases that have one."""
+    return 1 if run.objective.objective == "ar" or run.objective.self_conditioning_prob == 0 else 2
 
 
 def keeps_experts(training: TrainingConfig) -> bool:
@@ -236,7 +250,8 @@ def forecast(run: RunConfig, world_size: int, canvases_per_row: int = 1) -> Fore
         own = elements.of_stage(letters, types)
         room = room_bytes(run, tokens) if keeps_experts(training) else 0.0
         activations = microbatches_kept * sum(tokens * activation_bytes(run, kind) + room for kind in types)
-        held.append(state_bytes(own, run, dp, edp) | {"activations": activations, "buffers": buffer_bytes(run, own, tokens)})
+        buffers = buffer_bytes(run, own, tokens) + recorded_bytes(run) * len(types)
+        held.append(state_bytes(own, run, dp, edp) | {"activations": activations, "buffers": buffers})
     return Forecast(elements, tuple(held), bubble, tokens)
 
 

@@ -208,6 +208,9 @@ def test_rooms_are_kept_and_sent():
             for more in ("", "--recompute-granularity selective --recompute-modules moe", "--recompute-granularity full")]
     kept, again, whole = (memory.forecast(run, 2).fullest for run in runs)
     assert kept["activations"] > again["activations"] > whole["activations"] and kept["buffers"] < again["buffers"]
+    # What deepep's stream has used stays: rooms of tokens as they come and go back, with gradients, in two passes; of two ranks.
+    held = [memory.recorded_bytes(replace(run, moe=replace(run.moe, moe_token_dispatcher_type="deepep"))) for run in runs]
+    assert held == [2 * times * 2 * 80 * model.hidden_size * 2 for times in (4, 6, 6)] and memory.recorded_bytes(runs[0]) == 0
     # deepep sends the tokens that there are, alltoall its rooms, and weights by themselves.
     alltoall, deepep = (config.parse([*TOY, *room.split(), "--moe-token-dispatcher-type", name]) for name in ("alltoall", "deepep"))
     assert (timing.num_transfers(alltoall), timing.num_small_transfers(alltoall), timing.num_small_transfers(deepep)) == (8, 6, 0)

@@ -15,7 +15,7 @@ import torch
 
 from megatron_dllm.config import RunConfig, TrainingConfig
 from megatron_dllm.training.draft_pass import PassSizes, chosen_apart, may_be_joint
-from megatron_dllm.training.forecast import keeps_experts
+from megatron_dllm.training.forecast import keeps_experts, num_passes
 from megatron_dllm.training.operations import Operations, StepOperations, TokenCounts, causal_pairs, stack_operations, step_operations
 
 # TFLOP/s of the layers' products, of attention (by visible pairs, the backward counted as twice the forward) and of the head; bytes that a
@@ -190,7 +190,7 @@ def communication_ms(run: RunConfig, tokens: float, layers: float, edges: float,
     tp, cp, ep, etp = (parallel.tensor_model_parallel_size, parallel.context_parallel_size, parallel.expert_model_parallel_size,
                        parallel.expert_tensor_parallel_size)
     size = 2 if run.training.bf16 else 4
-    passes, loops = 3 if run.training.recompute_granularity == "full" else 2, num_loops(run)
+    passes, loops = 3 if run.training.recompute_granularity == "full" else 2, num_passes(run)
     row = model.hidden_size * size
 
     def rate(ranks: int) -> float:
@@ -218,11 +218,6 @@ def edge_ms(run: RunConfig, tokens: float, gpus_per_node: int) -> float:
     return 2 * tokens * row / (tp if parallel.sequence_parallel else 1) / rate / 1e6
 
 
-def num_loops(run: RunConfig) -> int:
-    """Passes of a microbatch: of clean tokens and drafts, and of canvases that have one."""
-    return 1 if run.objective.objective == "ar" or run.objective.self_conditioning_prob == 0 else 2
-
-
 def has_rooms(run: RunConfig) -> bool:
     """Whether alltoall sends rooms of a fixed size."""
     return run.moe.dispatcher == "alltoall" and run.moe.moe_max_tokens_per_rank is not None
@@ -230,7 +225,7 @@ def has_rooms(run: RunConfig) -> bool:
 
 def num_transfers(run: RunConfig) -> int:
     """Dispatches and combines of a layer in a microbatch, there and in the backward back."""
-    loops = num_loops(run)
+    loops = num_passes(run)
     return 2 * (loops + _loops_back(run) * (1 if keeps_experts(run.training) else 2))
 
 
@@ -240,11 +235,11 @@ def num_small_transfers(run: RunConfig) -> int:
         return 0
     again = not keeps_experts(run.training)
     anew = again and not run.moe.moe_recompute_replay
-    return 2 * num_loops(run) + _loops_back(run) * (1 + again + anew)
+    return 2 * num_passes(run) + _loops_back(run) * (1 + again + anew)
 
 
 def _loops_back(run: RunConfig) -> int:
-    return 1 if run.training.draft_pass == "apart" else num_loops(run)
+    return 1 if run.training.draft_pass == "apart" else num_passes(run)
 
 
 def routing_ms(run: RunConfig, layers: float) -> float:

@@ -89,7 +89,7 @@ def _parts(run: RunConfig, counted: StepOperations, predicted: memory.Forecast, 
 
     def moved(elements: memory.Elements) -> Loops:
         """Weights are read in both passes, if there are two; the backward moves the rest."""
-        loops = timing.num_loops(run)
+        loops = memory.num_passes(run)
         total, forward = timing.moved_ms(elements, run.training) * factor, 0.0
         forward = sum(elements.values()) * FORWARD_BYTES / timing.COPY_TB_PER_S / 1e9 * factor
         ahead = (forward, forward if loops == 2 else 0.0)
@@ -105,7 +105,7 @@ def _parts(run: RunConfig, counted: StepOperations, predicted: memory.Forecast, 
     per_layer = [a_layer, split(ms(counted.forward, *LAYER), ms(counted.backward, *LAYER) + ms(counted.repeated, *LAYER), second),
                  Loops((ms(counted.draft, *LAYER), 0.0))]
     summed = Loops.sum(per_layer)
-    loops, n = timing.num_loops(run), len(kinds)
+    loops, n = memory.num_passes(run), len(kinds)
     beside = tuple(beside_ms / 2 / loops * (loop < loops) for loop in (0, 1))
     layer = Loops.sum([Loops(tuple(x / n for x in summed.forward), tuple(x / n for x in summed.backward)), Loops(beside, beside)])
     entry = Loops((0.0, ms(counted.forward, "self_conditioning")), (0.0, ms(counted.backward, "self_conditioning")))
