@@ -8,7 +8,8 @@ the microbatch gives is copied away from where it was written. Everything that i
 sent) is part of the result, and noted again with each replay.
 
 Ranks that exchange within a microbatch must all call, all record or all replay it, and replay what was recorded together: NCCL asks for
-it. So a recording belongs to the forms of all of them, which they tell each other once a step.
+it. So a recording belongs to the forms of all of them, which they tell each other once a step. The last unit of a step may be recorded with
+the sums of gradients over data-parallel ranks, which then run beside its backward: its recording belongs to the forms of every rank.
 
 Legend: a *unit* is what is recorded as one, a microbatch or the tuple of a step's microbatches.
 """
@@ -16,12 +17,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..data_parallel.finalize import finalize_gradients
 from ..diffusion.inputs import MicrobatchInputs, to_device
 from ..diffusion.losses import LossTerms
 from ..diffusion.nested import form_of, map_tensors, tensors_of
@@ -31,7 +33,8 @@ from ..models.diffusion_gemma.model import DiffusionGemma
 from ..models.diffusion_gemma.stages import ModelPipeline
 from ..moe.balance import RoutingFigures
 from ..moe.replay import ReplayNotes
-from ..parallel import Group, ParallelContext, Sent, communication
+from ..parallel import Group, Sent, communication
+from .optimizer import MasterOptimizer
 
 ALIGNMENT = 256  # bytes: kernels are compiled for aligned pointers, and those of an allocator are
 
@@ -110,22 +113,40 @@ class GraphCounts:
     held: int = 0
 
 
+@dataclass(eq=False)
+class Recordings:
+    """Recordings of one function by the key of its units, `limit` at most, and the hashes of keys that have come: a long run meets more
+    forms than memory should hold."""
+
+    run: Callable[[Any], MicrobatchResult]
+    limit: int
+    held: dict[Hashable, tuple[StaticInputs, Recording]] = field(default_factory=dict)
+    seen: set[int] = field(default_factory=set)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no more are taken."""
+        return len(self.held) >= self.limit
+
+
 class GraphedMicrobatches:
     """Runs forward and backward of units: a form that is new as an ordinary call, one that comes again by its recording.
 
-    run      forward and backward of inputs on the device; the gradients are left where the same address is meant each time
-    note     takes what a unit gave beside its losses
-    limit    recordings held at most; further forms stay ordinary calls
-    peers    with whom `run` exchanges anything; they have as many units
-    message  told of every recording
+    run       forward and backward of inputs on the device; the gradients are left where the same address is meant each time
+    run_last  the same for the last unit of a step, with the gradients' sums over all ranks; None: they are the caller's (`has_summed`)
+    note      takes what a unit gave beside its losses
+    limit     recordings of either held at most; further forms stay ordinary calls
+    peers     with whom `run` exchanges anything; they have as many units. everyone: with whom `run_last` does
+    message   told of every recording
     """
 
     def __init__(self, run: Callable[[Any], MicrobatchResult], note: Callable[[MicrobatchNotes], None], recorder: Recorder, *,
-                 device: torch.device, limit: int, peers: Sequence[Group] = (), message: Callable[[str], None] = lambda text: None):
-        self.run, self.note, self.recorder, self.device = run, note, recorder, device
-        self.limit, self.peers, self.message = limit, peers, message
-        self._seen: set[int] = set()  # hashes: a long run meets more forms than memory should hold
-        self._held: dict[Hashable, tuple[StaticInputs, Recording]] = {}
+                 device: torch.device, limit: int, peers: Sequence[Group] = (), message: Callable[[str], None] = lambda text: None,
+                 run_last: Callable[[Any], MicrobatchResult] | None = None, everyone: Sequence[Group] = ()):
+        self.note, self.recorder, self.device = note, recorder, device
+        self.peers, self.everyone, self.message = peers, everyone, message
+        self.has_summed = False  # whether the gradients of the last `each` have been summed over the ranks
+        self._any, self._last = Recordings(run, limit), None if run_last is None else Recordings(run_last, limit)
         self._counts, self._num_eager = GraphCounts(), 0
 
     def __call__(self, inputs: Unit) -> LossTerms:
@@ -133,16 +154,23 @@ class GraphedMicrobatches:
         return self.each([inputs])[0]
 
     def each(self, units: Sequence[Unit]) -> list[LossTerms]:
-        """The losses of each unit, whose gradients are added to the buckets' when the device gets there."""
-        keys = joint_forms([form_of(inputs) for inputs in units], self.peers, self.device)
-        return [self._one(key, inputs) for key, inputs in zip(keys, units, strict=True)]
+        """The losses of each unit of a step, whose gradients are added to the buckets' when the device gets there."""
+        forms = [form_of(inputs) for inputs in units]
+        keys, recordings = joint_forms(forms, self.peers, self.device), [self._any] * len(units)
+        # Every rank holds as many of these, so that all of them agree.
+        self.has_summed = False
+        if self._last is not None:
+            key, = joint_forms(forms[-1:], self.everyone, self.device)
+            if key in self._last.held or not self._last.is_full:
+                keys[-1], recordings[-1], self.has_summed = key, self._last, True
+        return [self._one(own, key, inputs) for own, key, inputs in zip(recordings, keys, units, strict=True)]
 
-    def _one(self, key: Hashable, inputs: Unit) -> LossTerms:
-        if key not in self._held:
-            if len(self._held) >= self.limit or hash(key) not in self._seen:
-                return self._eager(key, inputs)
-            self._record(key, inputs)
-        static, recording = self._held[key]
+    def _one(self, recordings: Recordings, key: Hashable, inputs: Unit) -> LossTerms:
+        if key not in recordings.held:
+            if recordings.is_full or hash(key) not in recordings.seen:
+                return self._eager(recordings, key, inputs)
+            self._record(recordings, key, inputs)
+        static, recording = recordings.held[key]
         static.load(inputs)
         recording.replay()
         self._counts.replayed += 1
@@ -150,31 +178,34 @@ class GraphedMicrobatches:
         self.note(result.notes)
         return result.terms
 
-    def _eager(self, key: Hashable, inputs: Unit) -> LossTerms:
+    def _eager(self, recordings: Recordings, key: Hashable, inputs: Unit) -> LossTerms:
         self._counts.eager, self._num_eager = self._counts.eager + 1, self._num_eager + 1
-        if len(self._held) < self.limit:
-            self._seen.add(hash(key))
+        if not recordings.is_full:
+            recordings.seen.add(hash(key))
         if self._num_eager & (self._num_eager - 1) == 0:  # 1, 2, 4, 8, ...: often enough to be seen, never a flood
             what = "steps" if isinstance(inputs, tuple) else "microbatches"
-            self.message(f"{self._num_eager} {what} without a CUDA graph until now, {len(self._held)} graphs held (of at most "
-                         f"{self.limit}, --cuda-graph-limit): the first of each form, and those of forms beyond the limit")
+            self.message(f"{self._num_eager} {what} without a CUDA graph until now, {self._which(recordings)} held: the first of each "
+                         "form, and those of forms beyond the limit")
         there = on_device(inputs, self.device)
-        result = self.recorder.warm_up(lambda: self.run(there))
+        result = self.recorder.warm_up(lambda: recordings.run(there))
         self.note(result.notes)
         return result.terms
 
-    def _record(self, key: Hashable, inputs: Unit) -> None:
+    def _record(self, recordings: Recordings, key: Hashable, inputs: Unit) -> None:
         static = StaticInputs(inputs, self.device)
         static.load(inputs)
-        self._held[key] = static, self.recorder.record(lambda: self.run(static.inputs))
+        recordings.held[key] = static, self.recorder.record(lambda: recordings.run(static.inputs))
         self._counts.recorded += 1
-        self.message(f"CUDA graph {len(self._held)} of at most {self.limit} (--cuda-graph-limit): {describe(inputs)}, "
-                     f"{static.num_bytes / 2 ** 20:.1f} MiB of inputs")
+        self.message(f"CUDA graph {self._which(recordings)}: {describe(inputs)}, {static.num_bytes / 2 ** 20:.1f} MiB of inputs")
+
+    def _which(self, recordings: Recordings) -> str:
+        what = " with the gradients' sums" if recordings is self._last else ""
+        return f"{len(recordings.held)} of at most {recordings.limit}{what} (--cuda-graph-limit)"
 
     def drain(self) -> GraphCounts:
         """The counts since the last call."""
         counts, self._counts = self._counts, GraphCounts()
-        counts.held = len(self._held)
+        counts.held = len(self._any.held) + (0 if self._last is None else len(self._last.held))
         return counts
 
 
@@ -217,9 +248,10 @@ def copy_by_dtype(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
 
 
-def forward_backward_of(model: DiffusionGemma, pipeline: ModelPipeline | None = None) -> Callable[[Any], MicrobatchResult]:
+def forward_backward_of(model: DiffusionGemma, pipeline: ModelPipeline | None = None,
+                        optimizer: MasterOptimizer | None = None) -> Callable[[Any], MicrobatchResult]:
     """The function that runs a unit, a microbatch or through a pipeline all of a step's, and gives what it made, its notes taken out of the
-    model."""
+    model. With the `optimizer` it is the last unit of a step, whose gradients are summed over all ranks."""
 
     def run(inputs: Unit) -> MicrobatchResult:
         before = drain(model)
@@ -227,7 +259,13 @@ def forward_backward_of(model: DiffusionGemma, pipeline: ModelPipeline | None = 
             terms = pipeline.train(inputs)
         else:
             terms = model(inputs)
+            if optimizer is not None:
+                optimizer.buckets.last_microbatch()
             terms.total.backward()
+        if optimizer is not None:
+            if pipeline is not None:  # a parameter has several backwards a microbatch there, so that none of them is the last
+                optimizer.buckets.last_microbatch()
+            finalize_gradients(optimizer.buckets, model.context)
         result = MicrobatchResult(terms.detach(), drain(model))
         note(model, before)
         return result
@@ -236,10 +274,10 @@ def forward_backward_of(model: DiffusionGemma, pipeline: ModelPipeline | None = 
 
 
 def graphed(model: DiffusionGemma, *, limit: int, message: Callable[[str], None], pipeline: ModelPipeline | None = None,
-            sums_load: bool = False) -> GraphedMicrobatches:
-    """A model's microbatches by CUDA graphs, or a step's as one through the `pipeline` that it is a part of. `sums_load`: an auxiliary loss
-    has data-parallel ranks exchange their experts' load within a microbatch. ValueError where there is no CUDA device, or one on which
-    attention waits for the host."""
+            optimizer: MasterOptimizer | None = None, sums_load: bool = False) -> GraphedMicrobatches:
+    """A model's microbatches by CUDA graphs, or a step's as one through the `pipeline` that it is a part of; over several ranks with the
+    sums of the gradients that the `optimizer` steps by. `sums_load`: an auxiliary loss has data-parallel ranks exchange their experts' load
+    within a microbatch. ValueError where there is no CUDA device, or one on which attention waits for the host."""
     context = model.context
     device = context.device
     if device.type != "cuda":
@@ -247,13 +285,20 @@ def graphed(model: DiffusionGemma, *, limit: int, message: Callable[[str], None]
     if not has_large_shared_memory(device):
         raise ValueError("--cuda-graph-impl local: without the kernels for sm_90 and sm_100, attention is cut by the lengths of the batch, "
                          "which the host reads; set --cuda-graph-impl none")
-    return GraphedMicrobatches(forward_backward_of(model, pipeline), lambda notes: note(model, notes), CudaRecorder(device), device=device,
-                               limit=limit, peers=peers_of(context, sums_load=sums_load), message=message)
+    return graphs_of(model, CudaRecorder(device), limit=limit, message=message, pipeline=pipeline, optimizer=optimizer, sums_load=sums_load)
 
 
-def peers_of(context: ParallelContext, *, sums_load: bool) -> tuple[Group, ...]:
-    """The groups over which something is exchanged within a unit."""
-    return (context.ep, context.etp, context.tp, context.cp, context.pp, *([context.dp_cp] if sums_load else []))
+def graphs_of(model: DiffusionGemma, recorder: Recorder, *, limit: int, message: Callable[[str], None] = lambda text: None,
+              pipeline: ModelPipeline | None = None, optimizer: MasterOptimizer | None = None,
+              sums_load: bool = False) -> GraphedMicrobatches:
+    """As `graphed`, by any recorder."""
+    context = model.context
+    within = (context.ep, context.etp, context.tp, context.cp, context.pp)
+    has_sums = optimizer is not None and context.world.size > 1
+    return GraphedMicrobatches(
+        forward_backward_of(model, pipeline), lambda notes: note(model, notes), recorder, device=context.device, limit=limit,
+        peers=(*within, context.dp_cp) if sums_load else within, message=message,
+        run_last=forward_backward_of(model, pipeline, optimizer) if has_sums else None, everyone=(*within, context.dp_cp))
 
 
 def drain(model: DiffusionGemma) -> MicrobatchNotes:

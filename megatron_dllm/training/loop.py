@@ -135,7 +135,7 @@ class Trainer:
             graphs = None
             if training.cuda_graph_impl == "local":
                 graphs = graphed(self.model, limit=training.cuda_graph_limit, message=logger.message, pipeline=self.pipeline,
-                                 sums_load=self.run.moe.moe_aux_loss_coeff > 0)
+                                 optimizer=self.optimizer, sums_load=self.run.moe.moe_aux_loss_coeff > 0)
             saver = Saver(self, logger, status, restored.base)
             policy = StopPolicy(training.exit_interval, training.exit_duration_in_mins, time.monotonic())
             meter = Throughput(num_devices=self.context.world.size, peak=self._peak(), with_operations=self.run.logging.log_throughput)

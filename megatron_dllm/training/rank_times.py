@@ -12,7 +12,8 @@ class RankTimes:
     """Own time: from the end of the step before to the end of the last backward, waiting for data included, on the device's clock.
 
     After it the sums of gradients make all ranks wait for the slowest. Ranks that already exchange something in forward or backward
-    (tensor, context, expert parallelism) share their time: what is told apart are data-parallel copies and their hosts.
+    (tensor, context, expert parallelism) share their time: what is told apart are data-parallel copies and their hosts. So do all where a
+    CUDA graph has the sums in it.
     """
 
     def __init__(self, context: ParallelContext):

@@ -97,16 +97,19 @@ def forward_backward(model: DiffusionGemma, optimizer: MasterOptimizer, microbat
                      pipeline: ModelPipeline | None = None, graphs: GraphedMicrobatches | None = None) -> LossTerms:
     """The global batch's losses; finished gradients are left in the optimizer's buckets."""
     if graphs is not None:
-        # A recording serves every microbatch, so that none of them can be the last.
         total = functools.reduce(operator.add, graphs.each(microbatches if pipeline is None else [tuple(microbatches)]))
-        optimizer.buckets.last_microbatch()
+        if not graphs.has_summed:  # a recording serves every microbatch, so that none of them was the last
+            optimizer.buckets.last_microbatch()
     elif pipeline is not None:
         total = pipeline.train(microbatches)
         # A parameter has several backwards a microbatch here (two loops, head and embedding), so that none of them is the last.
         optimizer.buckets.last_microbatch()
     else:
         total = _one_after_the_other(model, optimizer, microbatches)
-    optimizer.finish_gradients()
+    if graphs is not None and graphs.has_summed:
+        optimizer.after_backward()
+    else:
+        optimizer.finish_gradients()
     return sum_terms(sum_terms(total, model.context.dp_cp), model.context.pp)
 
 

@@ -256,7 +256,7 @@ class Bench:
         self.graphs = None
         if run.training.cuda_graph_impl == "local":
             self.graphs = graphed(model, limit=run.training.cuda_graph_limit, message=lambda text: None, pipeline=self.pipeline,
-                                  sums_load=run.moe.moe_aux_loss_coeff > 0)
+                                  optimizer=self.optimizer, sums_load=run.moe.moe_aux_loss_coeff > 0)
         self.inputs = tuple(on_device(inputs, model.context.device) for inputs in batch.microbatches())
 
     def take(self) -> tuple[float, float]:

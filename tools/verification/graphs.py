@@ -31,7 +31,7 @@ from megatron_dllm.models.diffusion_gemma.stages import ModelPipeline, build_pip
 from megatron_dllm.parallel import ParallelContext, Topology, communication, create_context, initialize
 from megatron_dllm.parallel.launch import launched
 from megatron_dllm.training.batches import BatchMaker
-from megatron_dllm.training.graphs import GraphedMicrobatches, forward_backward_of, note, peers_of
+from megatron_dllm.training.graphs import GraphedMicrobatches, graphs_of
 from megatron_dllm.training.optimizer import MasterOptimizer
 from megatron_dllm.training.step import StepResult, train_step
 
@@ -116,9 +116,8 @@ def compare(case: Case, base: ParallelContext, recorder: Callable[[MasterOptimiz
     context = create_context(Topology.of(run.parallel, base.world.size), rank=base.world.rank, device=base.device,
                              sequence_parallel=run.parallel.sequence_parallel)
     plain, graphed = Trained.build(run, context), Trained.build(run, context)
-    graphs = GraphedMicrobatches(
-        forward_backward_of(graphed.model, graphed.pipeline), lambda notes: note(graphed.model, notes), recorder(graphed.optimizer),
-        device=context.device, limit=8, peers=peers_of(context, sums_load=run.moe.moe_aux_loss_coeff > 0))
+    graphs = graphs_of(graphed.model, recorder(graphed.optimizer), limit=8, pipeline=graphed.pipeline, optimizer=graphed.optimizer,
+                       sums_load=run.moe.moe_aux_loss_coeff > 0)
     rows = RandomRows(steps * BATCH, LENGTH, run.model.vocab_size, response)
     maker = BatchMaker(run, rows, rows, Stream.TRAIN, context)
     different = units = 0
@@ -130,7 +129,7 @@ def compare(case: Case, base: ParallelContext, recorder: Callable[[MasterOptimiz
     # Counts alone: sums of fp32 are added up in another order.
     noted = ([x for x in tensors_of(model.routing.drain()) if x.dtype == torch.int64] for model in (plain.model, graphed.model))
     wrong += sum(not torch.equal(a, b) for a, b in zip(*noted, strict=True))
-    lacking = max(0, units // 2 - graphs.drain().replayed)
+    lacking = max(0, units // 2 - graphs.drain().replayed) + (not graphs.has_summed)
     totals = communication.all_reduce(torch.tensor([different, wrong, lacking], device=context.device), context.world).tolist()
     return (Figure(f"{case.name}: steps", totals[0], 0, f"of {steps} that differ in loss, gradient norm or another number"),
             Figure(f"{case.name}: parameters", totals[1], 0, "that differ at last, or counts of routers"),
