@@ -163,7 +163,10 @@ def test_parts_of_a_step():
     assert alone.launches / 2 < deepep.launches < spread.launches
     slower = time_of("--expert-model-parallel-size 2 --moe-token-dispatcher-type deepep", host=1.3)
     assert slower.launches == pytest.approx(1.3 * deepep.launches) and slower.compute == deepep.compute
-    assert graphs.launches == graphs.beside == 0 and graphs.gradients == pytest.approx(spread.gradients + spread.beside)
+    # Of a recording as well, gradients are summed beside the backward, but for the embedding's, which it ends with.
+    assert graphs.launches == 0 and (graphs.gradients, graphs.beside) == pytest.approx((spread.gradients, spread.beside))
+    model = config.parse(TOY).model
+    assert graphs.gradients == pytest.approx(4 * model.vocab_size * model.hidden_size / timing.NVLINK_GB_PER_S / 1e6)
     assert graphs.total == pytest.approx(graphs.compute + graphs.communication + graphs.gradients + graphs.optimizer)
     assert graphs.exposed == pytest.approx((graphs.communication + graphs.gradients) / graphs.total)
     anew = time_of("--expert-model-parallel-size 2 --recompute-granularity full --no-moe-recompute-replay")
@@ -188,7 +191,9 @@ def test_recorded_pipelines_wait_by_the_devices_time():
     uneven, even, empty = (time(*graphs, placed, layout) for layout in ("Etttt|ttL", "Ettt|tttL", "Et|tttttL"))
     assert uneven.launches == even.launches == 0 < eager.launches and uneven.communication == 0 < eager.communication
     assert 0 < uneven.bubble < even.bubble < empty.bubble < 1
-    assert uneven.total == pytest.approx(uneven.compute / (1 - uneven.bubble) + uneven.optimizer)
+    assert uneven.total == pytest.approx(uneven.compute / (1 - uneven.bubble) + uneven.gradients + uneven.optimizer)
+    # The first and the last stage send each other the embedding's gradients.
+    assert uneven.gradients == pytest.approx(4 * 262144 * 2816 / timing.NVLINK_GB_PER_S / 1e6)
     # One microbatch: of all work, only the gradient of the soft embedding runs beside another rank's.
     assert even.bubble < time(*graphs, placed, "Ettt|tttL", "--global-batch-size", "1").bubble < 0.5
 

@@ -48,7 +48,7 @@ TRANSFER_MS, ROUTING_MS = 0.03, 0.12
 # on two H200s with alltoall (0.63 of the operations, counted on the toy); with recompute one forward less besides, which is counted in
 # proportion: not measured. One backward for both passes: the same is taken; adapters on one H200 give 10 ms a layer, of 13 to 16 before.
 ONE_BACKWARD_LAUNCHES = {None: 0.8, "selective": 0.8, "full": 0.75}
-# Of the device's work of a microbatch, what gradients are summed beside, where neither a graph nor a pipeline runs it.
+# Of the device's work of the last microbatch, what gradients are summed beside, where no pipeline runs it.
 HIDDEN_SHARE = 0.3
 # Dense bf16 peaks, to scale the achieved rate to another GPU (an extrapolation); memory in GiB.
 GPUS = {"H200": (989, 139.0), "H100": (989, 79.0), "A100": (312, 79.0), "B200": (2250, 178.0)}
@@ -265,3 +265,8 @@ def summed_ms(elements: float, ranks: int, *, distributed: bool, gpus_per_node: 
     speed = (NVLINK_GB_PER_S if ranks * ranks_before <= gpus_per_node else NETWORK_GB_PER_S) * 1e6
     sent = elements * (ranks - 1) / ranks / speed
     return (4 * sent, 2 * sent) if distributed else (2 * 4 * sent, 0.0)
+
+
+def exchanged_ms(elements: float, ranks: int, gpus_per_node: int) -> float:
+    """Two of so many ranks send each other so many fp32 gradients."""
+    return 4 * elements / (NVLINK_GB_PER_S if ranks <= gpus_per_node else NETWORK_GB_PER_S) / 1e6

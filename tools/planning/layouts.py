@@ -169,7 +169,7 @@ def _time(run: RunConfig, predicted: memory.Forecast, counted: StepOperations, m
     own = predicted.elements.of_stage(*memory.stage_of(run, None, 0))
     moved = timing.moved_ms(own, training) / pp
     compute = (timing.work_ms(counted, machine.gpu) / gpus + microbatches * moved) * timing.streams_factor(run)
-    hidden = timing.HIDDEN_SHARE * compute / microbatches if training.cuda_graph_impl == "none" and pp == 1 else 0.0
+    hidden = timing.HIDDEN_SHARE * compute / microbatches if pp == 1 else 0.0
     compute += microbatches * timing.routing_ms(run, layers)
     # Forward and backward over each edge that a rank has: one a virtual stage.
     edges, bubble = (virtual_stages_of(run) if pp > 1 else 0) * 2, predicted.bubble
@@ -178,18 +178,41 @@ def _time(run: RunConfig, predicted: memory.Forecast, counted: StepOperations, m
         beside = timing.routing_ms(run, 1) + timing.communication_ms(run, predicted.tokens, 1, 0, gpus_per_node=machine.gpus_per_node)
         bubble = stages.bubble(run, counted, predicted, gpus=gpus, gpu=machine.gpu, beside_ms=beside, gpus_per_node=machine.gpus_per_node)
     communication = microbatches * timing.communication_ms(run, predicted.tokens, layers, edges, gpus_per_node=machine.gpus_per_node)
-    sums, gathers, stepped = 0.0, 0.0, 0.0
-    for grid, ranks in replicas(run, gpus).items():
-        elements = sum(count for (of, trains, _), count in own.items() if trains and of == grid) / pp
-        summed, gathered = timing.summed_ms(elements, ranks, distributed=parallel.use_distributed_optimizer,
-                                            gpus_per_node=machine.gpus_per_node, ranks_before=gpus // ranks)
-        sums, gathers = sums + summed, gathers + gathered
-        stepped += elements / (ranks if parallel.use_distributed_optimizer else 1)
-    beside = min(sums, hidden)
+    parts = _gradient_ms(run, predicted, own, machine)
+    beside = min(parts.early, hidden)
     return timing.StepTime(
         compute, communication, microbatches * timing.launch_ms(run, layers, machine.host),
-        sums - beside + gathers * (not parallel.overlap_param_gather), beside,
-        stepped * timing.OPTIMIZER_BYTES / (timing.OPTIMIZER_TB_PER_S * 1e9), bubble)
+        parts.early + parts.late - beside + parts.gathers * (not parallel.overlap_param_gather), beside,
+        parts.stepped * timing.OPTIMIZER_BYTES / (timing.OPTIMIZER_TB_PER_S * 1e9), bubble)
+
+
+@dataclass(frozen=True)
+class GradientParts:
+    """Milliseconds: sums that can begin during the last backward, and those of the embedding, which is complete at its end; gathers of
+    parameters. stepped: elements that a rank updates."""
+
+    early: float
+    late: float
+    gathers: float
+    stepped: float
+
+
+def _gradient_ms(run: RunConfig, predicted: memory.Forecast, own: memory.Elements, machine: Machine) -> GradientParts:
+    """own: the whole model's elements on a rank of its tensor and expert groups."""
+    parallel = run.parallel
+    pp, shared = parallel.pipeline_model_parallel_size, parallel.use_distributed_optimizer
+    embedding = sum(count for (_, trains, _), count in predicted.elements.parts["embedding"].items() if trains)
+    early, late, gathers, stepped = 0.0, 0.0, 0.0, 0.0
+    for grid, ranks in replicas(run, machine.gpus).items():
+        elements = sum(count for (of, trains, _), count in own.items() if trains and of == grid) / pp
+        summed, gathered = timing.summed_ms(elements, ranks, distributed=shared, gpus_per_node=machine.gpus_per_node,
+                                            ranks_before=machine.gpus // ranks)
+        at_the_end = summed * embedding / pp / elements if grid == "dense" and elements else 0.0
+        early, late, gathers = early + summed - at_the_end, late + at_the_end, gathers + gathered
+        stepped += elements / (ranks if shared else 1)
+        if grid == "dense" and pp > 1:  # the first and the last stage have the embedding, and exchange its gradients
+            late += timing.exchanged_ms(embedding / (ranks if shared else 1), pp * ranks, machine.gpus_per_node)
+    return GradientParts(early, late, gathers, stepped)
 
 
 def num_microbatches(run: RunConfig, gpus: int) -> int:
