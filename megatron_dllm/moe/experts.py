@@ -20,8 +20,9 @@ from ..parallel import ParallelContext, place
 from ..parallel.main_gradient import Kernels, SummedGradient
 from ..tensor_parallel.initialization import Init, make_parameter
 from ..tensor_parallel.linear import unadapted
-from ..transformer.activations import gated_gelu, gradient_of_gated_gelu
+from ..transformer.activations import gated_gelu, gated_gelu_in_torch, gradient_of_gated_gelu
 from ..transformer.plain_function import PlainFunction
+from ..transformer.precision import at_least_fp32
 
 ExpertProduct = Callable[[Tensor, Tensor, Tensor], Tensor]
 ALIGNMENT_BYTES = 16  # grouped_mm wants the start of every row on such a boundary
@@ -71,7 +72,16 @@ class Experts(nn.Module):
     def takes_weights(self) -> bool:
         """Whether `forward` takes the rows' weights: before the second product they cost nothing, and the rows' results need not be kept
         for the weights' gradient."""
+        return self.skips_rows or self._is_one_function
+
+    @property
+    def skips_rows(self) -> bool:
+        """Whether no work is done for the gradients of rows that are known to have none (see LiveRows)."""
         return self.backend == "grouped_mlp"
+
+    @property
+    def _is_one_function(self) -> bool:
+        return self.in_one_function and self.product in (grouped_linear, looped_linear) and not self.is_adapted
 
     def forward(self, rows: Tensor, counts: Tensor, weighted: RowWeights | None = None) -> Tensor:
         """[N, H] from rows [N, H], sorted by expert; counts int64 [E]; with weights (see `takes_weights`) times each row's own. An expert
@@ -81,9 +91,10 @@ class Experts(nn.Module):
         """
         if self.backend == "grouped_mlp":
             return self._by_kernels(rows, counts, weighted)
+        if self._is_one_function:
+            weights, slot = (None, None) if weighted is None else (weighted.weights, weighted.slot)
+            return _FeedForward.of(rows, self.gate_up, self.down, counts, self.product is grouped_linear, weights, slot)
         assert weighted is None, f"{self.backend} takes no weights of rows"
-        if self.in_one_function and self.product in (grouped_linear, looped_linear) and not self.is_adapted:
-            return _FeedForward.of(rows, self.gate_up, self.down, counts, self.product is grouped_linear)
         hidden = self.gate_up_adapter(self.product(rows, self.gate_up.flatten(1, 2), counts), rows, counts)
         activated = gated_gelu(hidden.unflatten(1, (2, -1)))
         return self.down_adapter(self.product(activated, self.down, counts), activated, counts)
@@ -166,30 +177,38 @@ def _ends(counts: Tensor) -> Tensor:
 
 
 class _FeedForward(PlainFunction):
-    """The feed-forward in one function, by grouped_mm or a loop, for CPUs, where autograd's nodes take as long as small products.
+    """The feed-forward in one function, by grouped_mm or a loop, for CPUs, where autograd's nodes take as long as small products; each row
+    times its own of the weights [T, k], if there are any, at whose number `slot` it is: before the second product, where it costs less.
 
-    Saved: the inputs, the first product, gelu of its gate, and what the second product reads.
+    Saved: the inputs, the first product, the sigmoid of its gate, what the second product reads, the rows' weights.
     """
 
     @staticmethod
-    def forward(ctx, rows: Tensor, gate_up: Tensor, down: Tensor, counts: Tensor, grouped: bool) -> Tensor:
+    def forward(ctx, rows: Tensor, gate_up: Tensor, down: Tensor, counts: Tensor, grouped: bool, weights: Tensor | None,
+                slot: Tensor | None) -> Tensor:
         ends = _ends(counts) if grouped else None
         hidden = _times(rows, gate_up.flatten(1, 2).mT, counts, ends).unflatten(1, (2, -1))
-        gate, up = hidden.unbind(1)
-        activated = F.gelu(gate, approximate="tanh")
-        inner = activated * up
-        ctx.save_for_backward(rows, gate_up, down, counts, hidden, activated, inner)
-        ctx.ends, ctx.place = ends, counts.data_ptr()
+        inner, sigmoid = gated_gelu_in_torch(at_least_fp32(hidden))
+        of_rows = None if weights is None else weights.reshape(-1, 1).index_select(0, slot)
+        if of_rows is not None:
+            inner = inner.mul_(of_rows)
+        inner = inner.to(rows.dtype)
+        ctx.save_for_backward(rows, gate_up, down, counts, hidden, sigmoid, inner, of_rows, slot)
+        ctx.ends, ctx.place, ctx.shape = ends, counts.data_ptr(), None if weights is None else weights.shape
         return _times(inner, down.mT, counts, ends)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        rows, gate_up, down, counts, hidden, activated, inner = ctx.saved_tensors
+        rows, gate_up, down, counts, hidden, sigmoid, inner, of_rows, slot = ctx.saved_tensors
         wants_rows, wants_gate_up, wants_down, *_ = ctx.needs_input_grad
         grad, ends = _contiguous(grad), ctx.ends
         if ends is not None and counts.data_ptr() != ctx.place:  # other counts than the forward's: see transformer/joint_backward.py
             ends = _ends(counts)
-        of_hidden = gradient_of_gated_gelu(_times(grad, down, counts, ends), hidden, activated).flatten(1)
-        of_rows = _times(of_hidden, gate_up.flatten(1, 2), counts, ends) if wants_rows else None
+        of_inner = at_least_fp32(_times(grad, down, counts, ends))
+        of_hidden, of_weights = gradient_of_gated_gelu(of_inner, at_least_fp32(hidden), sigmoid, of_rows)
+        of_hidden = of_hidden.flatten(1).to(rows.dtype)
+        if of_weights is not None:
+            of_weights = torch.empty_like(of_weights).scatter_(0, slot, of_weights).view(ctx.shape)
+        of_x = _times(of_hidden, gate_up.flatten(1, 2), counts, ends) if wants_rows else None
         of_gate_up = _outer(of_hidden, rows, counts, ends).view_as(gate_up) if wants_gate_up else None
-        return of_rows, of_gate_up, _outer(grad, inner, counts, ends) if wants_down else None, None, None
+        return of_x, of_gate_up, _outer(grad, inner, counts, ends) if wants_down else None, None, None, of_weights, None

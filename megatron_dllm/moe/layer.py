@@ -75,7 +75,7 @@ class MoELayer(nn.Module):
     def _live(self, indices: Tensor, tokens: RoutedTokens | None) -> LiveRows | None:
         """Which rows have a gradient, where that spares the experts' kernels work: all experts are here."""
         num_live, num_experts = None if tokens is None else tokens.num_live, len(self.router.weight)
-        if num_live is None or len(self.experts.gate_up) < num_experts or not (self.experts.takes_weights and torch.is_grad_enabled()):
+        if num_live is None or len(self.experts.gate_up) < num_experts or not (self.experts.skips_rows and torch.is_grad_enabled()):
             return None
         return LiveRows(num_live, count_choices(indices[:num_live], num_experts))
 

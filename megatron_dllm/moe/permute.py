@@ -116,7 +116,7 @@ class _Sum(PlainFunction):
     def forward(ctx, rows: Tensor, slot: Tensor, row: Tensor, is_partial: bool) -> Tensor:
         ctx.save_for_backward(slot, row)
         wide = torch.promote_types(rows.dtype, torch.float32)
-        return _taken(rows, row, is_partial).sum(1, dtype=wide).to(rows.dtype)
+        return _sum_of_choices(_taken(rows, row, is_partial).to(wide)).to(rows.dtype)
 
     @staticmethod
     def backward(ctx, grad: Tensor):

@@ -1,12 +1,19 @@
 """gelu(gate) * up, the gated activation of every feed-forward here (gelu in its tanh form)."""
 from __future__ import annotations
 
+import functools
+import math
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.launch import takes
 from .plain_function import PlainFunction
+from .precision import at_least_fp32
+
+# gelu_tanh(x) = x * sigmoid(SLOPE * x + CUBE * x^3): a CPU's sigmoid takes a fifth of the time of its tanh, and of its gelu's.
+SLOPE = 2 * math.sqrt(2 / math.pi)
+CUBE = 0.044715 * SLOPE
 
 
 def gated_gelu(gate_up: Tensor) -> Tensor:
@@ -18,26 +25,49 @@ def gated_gelu(gate_up: Tensor) -> Tensor:
     return _GatedGelu.of(gate_up)
 
 
-def gradient_of_gated_gelu(grad: Tensor, gate_up: Tensor, activated: Tensor) -> Tensor:
-    """[N, 2, I] from the gradient [N, I] of gelu_tanh(gate) * up and `activated`, gelu_tanh(gate), in plain torch."""
+@functools.cache
+def _slope(dtype: torch.dtype) -> Tensor:
+    return torch.tensor(SLOPE, dtype=dtype)
+
+
+def gated_gelu_in_torch(gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    """gelu_tanh(gate) * up [N, I] from gate_up [N, 2, I], at least fp32, and the sigmoid of which gelu is gate times."""
+    gate, up = gate_up.unbind(1)
+    sigmoid = torch.addcmul(_slope(gate.dtype), gate, gate, value=CUBE).mul_(gate).sigmoid_()
+    return (gate * sigmoid).mul_(up), sigmoid
+
+
+def gradient_of_gated_gelu(grad: Tensor, gate_up: Tensor, sigmoid: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """[N, 2, I] from what `gated_gelu_in_torch` had and gave and its result's gradient [N, I]. With `weights` [N, 1] that is the gradient
+    of the result times these; their own [N] is then given too."""
     gate, up = gate_up.unbind(1)
     of_both = torch.empty_like(gate_up)
     of_gate, of_up = of_both.unbind(1)
-    torch.mul(grad, activated, out=of_up)
-    torch.ops.aten.gelu_backward.grad_input(grad * up, gate, approximate="tanh", grad_input=of_gate)
-    return of_both
+    through_gelu, through_sigmoid = grad * sigmoid, grad * gate
+    torch.ops.aten.sigmoid_backward.grad_input(through_sigmoid, sigmoid, grad_input=through_sigmoid)
+    if weights is None:
+        of_weights = None
+        torch.mul(through_gelu, gate, out=of_up)
+    else:
+        of_value = through_gelu * gate
+        torch.mul(of_value, weights, out=of_up)
+        of_weights, up = of_value.mul_(up).sum(1), up * weights
+    through_gelu.addcmul_(through_sigmoid, torch.addcmul(_slope(gate.dtype), gate, gate, value=3 * CUBE))
+    torch.mul(through_gelu, up, out=of_gate)
+    return of_both, of_weights
 
 
 class _GatedGelu(PlainFunction):
-    """Saved: gate_up, and gelu_tanh(gate)."""
+    """Saved: gate_up, and the sigmoid."""
 
     @staticmethod
     def forward(ctx, gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.unbind(1)
-        activated = F.gelu(gate, approximate="tanh")
-        ctx.save_for_backward(gate_up, activated)
-        return activated * up
+        y, sigmoid = gated_gelu_in_torch(at_least_fp32(gate_up))
+        ctx.save_for_backward(gate_up, sigmoid)
+        return y.to(gate_up.dtype)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return gradient_of_gated_gelu(grad, *ctx.saved_tensors)
+        gate_up, sigmoid = ctx.saved_tensors
+        of_both, _ = gradient_of_gated_gelu(at_least_fp32(grad), at_least_fp32(gate_up), sigmoid)
+        return of_both.to(gate_up.dtype)

@@ -20,7 +20,7 @@ from ..kernels.attention_tiles import AttentionTiles, attention_tiles, takes_att
 from .attention_work import WorkGroup, work_list
 from .precision import at_least_fp32
 from .rows import Rows, take_distinct
-from .small_attention import SmallGroup, small_attention, small_groups, whole_group
+from .small_attention import SmallWork, small_attention, small_work, whole_work
 from .visibility import Visibility
 
 MOST_PAIRS = 1 << 14  # of a pass's queries and keys: so few are one piece with a mask, on a CPU
@@ -52,7 +52,7 @@ class AttentionPlan:
         visibility = Visibility(*self.seen.cpu().numpy(), self.canvas_keys.cpu().numpy(), self.num_clean_keys)
         on_cpu = self.seen.device.type == "cpu"
         if on_cpu and len(visibility.canvas_id) * (self.num_clean_keys + len(visibility.canvas_keys)) <= MOST_PAIRS:
-            return DeviceWork((), None, (whole_group(visibility.windowed(self.window).dense()),))
+            return DeviceWork((), None, whole_work(visibility.windowed(self.window).dense()))
         return DeviceWork.of(work_list(visibility, self.window, on_cpu=on_cpu), len(visibility.canvas_id), self.seen.device)
 
 
@@ -63,12 +63,12 @@ class DeviceWork:
 
     groups: tuple[DeviceGroup, ...]
     order: Tensor | None
-    small: tuple[SmallGroup, ...] | None = None
+    small: SmallWork | None = None
 
     @classmethod
     def of(cls, work: tuple[WorkGroup, ...], num_queries: int, device: torch.device) -> DeviceWork:
         """`work` of so many queries."""
-        small = small_groups(work) if device.type == "cpu" else None
+        small = small_work(work) if device.type == "cpu" else None
         if small is not None:
             return cls((), None, small)
         order = torch.cat([torch.from_numpy(group.queries.reshape(-1)) for group in work]) if work else torch.zeros(0, dtype=torch.int64)

@@ -4,12 +4,17 @@ What SDPA would want of each group (heads repeated, pieces copied, results joine
 longer at such sizes than attention itself. What is kept, the probabilities, grows with queries times keys of a piece, so that longer
 pieces go to SDPA.
 
+All moves are of rows of d numbers, one of a head, and of one operation: pieces are gathered as the products want them, results are gathered
+back, and a key's gradient is the sum of a bag of rows, one from each piece that has it.
+
 Legend: G pieces of n queries and m keys, h query heads, g key and value heads, r = h / g, d head dimension.
 """
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,36 +23,121 @@ from torch import Tensor
 from .attention_work import WorkGroup
 from .plain_function import PlainFunction
 from .precision import at_least_fp32
-from .rows import Rows
 
 MOST_SCORES = 1 << 17  # of a piece and head
 CAUSAL_ROWS = 128  # of a causal piece go together: what none of them sees is left out
 MOST_FILL = 1 << 13  # scores that may be computed for nothing in order to have a group less: its operations take as long
+VECTOR = 16  # numbers of fp32 that a CPU takes at once: products and softmax of 47 keys take twice as long as those of 48
 
 
 @dataclass(frozen=True)
 class SmallGroup:
-    """G pieces: which rows their queries and keys are. `hidden` fp32 [1 or G, 1, n, m]: -inf where a query does not see a key, 0 elsewhere
-    (None: every query sees every key).
+    """G pieces, whose queries are rows int64 [G, n] and whose keys are rows int64 [G, m]. `hidden` fp32 [1 or G, 1, n, m]: -inf where a
+    query does not see a key, 0 elsewhere (None: every query sees every key).
 
-    Pieces that are shorter than others are filled up: with keys that nobody sees, and with queries that count for nothing: `idle` bool
-    [G, 1, n, 1] (None: none). `real` int64: the places of the others in G * n, `queries.index[real]` being distinct.
+    Pieces that are shorter than others are filled up: with keys that nobody sees, and with queries that count for nothing. real_queries
+    bool [G, n], real_keys bool [G, m]: which are no fill.
     """
 
-    queries: Rows
-    keys: Rows
-    num_pieces: int
+    queries: np.ndarray
+    keys: np.ndarray
     hidden: Tensor | None
-    real: Tensor | None = None
-    idle: Tensor | None = None
+    real_queries: np.ndarray
+    real_keys: np.ndarray
+
+    @cached_property
+    def idle(self) -> Tensor | None:
+        """bool [G, 1, n, 1]: which queries are fill (None: none)."""
+        return None if self.real_queries.all() else torch.from_numpy(~self.real_queries)[:, None, :, None]
 
 
-def small_attention(query: Tensor, key: Tensor, value: Tensor, groups: Sequence[SmallGroup], *, keeps_rows: bool = False) -> Tensor:
-    """softmax(q k^T) v [Q, h, d] from query [Q, h, d], key and value [K, g, d]; each query is in one group. In at least fp32.
+@dataclass(frozen=True)
+class SmallWork:
+    """Groups in which each query of a pass is once, and where their rows of heads stand: made when first asked for, for all layers.
+
+    A tensor x [T, heads, d] is read as rows of heads, `apart` of them from one token to the next (more than heads in a part of a tensor).
+    """
+
+    groups: tuple[SmallGroup, ...]
+
+    @cached_property
+    def _made(self) -> dict[tuple, Any]:
+        return {}
+
+    def _once(self, make: Callable[..., Any], *sizes: Any) -> Any:
+        """make(*sizes), made once."""
+        key = make.__name__, *sizes
+        if key not in self._made:
+            self._made[key] = make(*sizes)
+        return self._made[key]
+
+    def queries(self, x: Tensor, key_heads: int) -> list[Tensor]:
+        """Of each group [G * g, r * n, d] of x [Q, h, d]: the heads that share keys stand together."""
+        rows, apart = _rows_of_heads(x)
+        return [rows.index_select(0, own).view(len(group.queries) * key_heads, -1, x.shape[2])
+                for group, own in zip(self.groups, self._once(self._query_rows, x.shape[1], apart), strict=True)]
+
+    def _query_rows(self, heads: int, apart: int) -> list[Tensor]:
+        return [_by_head(group.queries, heads, apart) for group in self.groups]
+
+    def keys(self, x: Tensor) -> list[Tensor]:
+        """Of each group [G * g, m, d] of x [K, g, d]."""
+        rows, apart = _rows_of_heads(x)
+        return [rows.index_select(0, own).view(-1, group.keys.shape[1], x.shape[2])
+                for group, own in zip(self.groups, self._once(self._key_rows, x.shape[1], apart), strict=True)]
+
+    def _key_rows(self, heads: int, apart: int) -> list[Tensor]:
+        return [_by_head(group.keys, heads, apart) for group in self.groups]
+
+    def placed(self, parts: Sequence[Tensor], num_queries: int, heads: int) -> Tensor:
+        """[Q, h, d], the inverse of `queries`."""
+        places = self._once(self._places, num_queries, heads)
+        return _joined(parts).index_select(0, places).view(num_queries, heads, -1)
+
+    def _places(self, num_queries: int, heads: int) -> Tensor:
+        """int64 [Q * h]: which of the groups' rows each of the result is."""
+        rows, real = self._ends("queries", heads)
+        places = np.empty(num_queries * heads, np.int64)
+        places[rows[real]] = np.flatnonzero(real)
+        return torch.from_numpy(places)
+
+    def summed(self, parts: Sequence[Tensor], num_keys: int, heads: int) -> Tensor:
+        """[K, g, d], to each key what is its own of what `keys` has of it: pieces may share keys."""
+        # Several times as fast as adding rows in turn to where they belong.
+        total, *_ = torch.embedding_bag(_joined(parts), *self._once(self._bags, num_keys, heads))
+        return total.view(num_keys, heads, -1)
+
+    def _bags(self, num_keys: int, heads: int) -> tuple[Tensor, Tensor]:
+        """The groups' rows int64 [n] sorted by the row of the result that each is added to, and where each of these begins, [K * g]."""
+        rows, real = self._ends("keys", heads)
+        numbers = np.flatnonzero(real)
+        counts = np.bincount(rows[real], minlength=num_keys * heads)
+        return torch.from_numpy(numbers[np.argsort(rows[real], kind="stable")]), torch.from_numpy(np.cumsum(counts) - counts)
+
+    def _ends(self, which: str, heads: int) -> tuple[np.ndarray, np.ndarray]:
+        """Of all groups' rows, of queries or of keys, int64 [N] which row of [T * heads, d] it is, and bool [N] whether it is no fill."""
+        of_groups = [(getattr(group, which), getattr(group, f"real_{which}")) for group in self.groups]
+        rows = np.concatenate([_by_head(tokens, heads, heads).numpy() for tokens, _ in of_groups])
+        return rows, np.concatenate([np.repeat(real[:, None], heads, 1).reshape(-1) for _, real in of_groups])
+
+    def hidden(self, heads: int, key_heads: int, dtype: torch.dtype) -> list[Tensor | None]:
+        """Of each group what is added to its scores, [G * g, r * n, m]."""
+        return self._once(self._hidden, heads, key_heads, dtype)
+
+    def _hidden(self, heads: int, key_heads: int, dtype: torch.dtype) -> list[Tensor | None]:
+        def of_heads(group: SmallGroup) -> Tensor:
+            pieces, num_keys = group.keys.shape
+            return group.hidden.to(dtype).expand(pieces, heads, -1, -1).reshape(pieces * key_heads, -1, num_keys)
+
+        return [None if group.hidden is None else of_heads(group) for group in self.groups]
+
+
+def small_attention(query: Tensor, key: Tensor, value: Tensor, work: SmallWork, *, keeps_rows: bool = False) -> Tensor:
+    """softmax(q k^T) v [Q, h, d] from query [Q, h, d], key and value [K, g, d]. In at least fp32.
 
     keeps_rows: for the backward, only what has a row a token is kept (see joint_backward), and probabilities are made again.
     """
-    return _SmallAttention.of(query, key, value, groups, keeps_rows)
+    return _SmallAttention.of(query, key, value, work, keeps_rows)
 
 
 def is_small(num_queries: int, num_keys: int, *, causal: bool) -> bool:
@@ -55,13 +145,13 @@ def is_small(num_queries: int, num_keys: int, *, causal: bool) -> bool:
     return (min(num_queries, CAUSAL_ROWS) if causal else num_queries) * num_keys <= MOST_SCORES
 
 
-def whole_group(mask: np.ndarray) -> SmallGroup:
+def whole_work(mask: np.ndarray) -> SmallWork:
     """All queries and all keys as one piece, from who sees whom, bool [Q, K]."""
-    queries, keys = (Rows(slice(0, count), True) for count in mask.shape)
-    return SmallGroup(queries, keys, 1, _minus_infinity(mask[None]))
+    queries, keys = (np.arange(count)[None] for count in mask.shape)
+    return SmallWork((_small_group([WorkGroup(queries, keys, mask, causal=False)]),))
 
 
-def small_groups(work: Sequence[WorkGroup]) -> tuple[SmallGroup, ...] | None:
+def small_work(work: Sequence[WorkGroup]) -> SmallWork | None:
     """The work in few groups: causal pieces in blocks of rows, pieces of near sizes filled up to one. None where a piece is too large."""
     blocks = sorted((block for group in work for block in _row_blocks(group)), key=_scores, reverse=True)
     if blocks and _scores(blocks[0]) > MOST_SCORES:
@@ -72,7 +162,7 @@ def small_groups(work: Sequence[WorkGroup]) -> tuple[SmallGroup, ...] | None:
             joined[-1].append(block)
         else:
             joined.append([block])
-    return tuple(map(_small_group, joined))
+    return SmallWork(tuple(map(_small_group, joined)))
 
 
 def _row_blocks(group: WorkGroup) -> Iterator[WorkGroup]:
@@ -106,7 +196,9 @@ def _fill(groups: Sequence[WorkGroup]) -> int:
 def _small_group(groups: Sequence[WorkGroup]) -> SmallGroup:
     """One group of all pieces, filled up by the last query and the last key of each."""
     num_queries, num_keys = _size(groups)
-    queries, keys, seen, is_real = [], [], [], []
+    if any(group.mask is not None or group.keys.shape[1] < num_keys for group in groups):  # there is a mask anyway
+        num_keys = -(-num_keys // VECTOR) * VECTOR
+    queries, keys, seen, real_queries, real_keys = [], [], [], [], []
     for group in groups:
         (pieces, own_queries), own_keys = group.queries.shape, group.keys.shape[1]
         more_queries, more_keys = (0, num_queries - own_queries), (0, num_keys - own_keys)
@@ -115,14 +207,10 @@ def _small_group(groups: Sequence[WorkGroup]) -> SmallGroup:
         mask = np.ones((own_queries, own_keys), bool) if group.mask is None else group.mask
         mask = np.pad(np.pad(mask, ((0, 0), more_keys)), (more_queries, (0, 0)), "edge")
         seen.append(np.broadcast_to(mask, (pieces if len(groups) > 1 else 1, num_queries, num_keys)))
-        is_real.append(np.broadcast_to(np.arange(num_queries) < own_queries, (pieces, num_queries)))
-    every = np.concatenate(is_real).reshape(-1)
-    real = idle = None
-    if not every.all():
-        real, idle = torch.from_numpy(np.flatnonzero(every)), torch.from_numpy(~every).view(-1, 1, num_queries, 1)
+        real_queries.append(np.broadcast_to(np.arange(num_queries) < own_queries, (pieces, num_queries)))
+        real_keys.append(np.broadcast_to(np.arange(num_keys) < own_keys, (pieces, num_keys)))
     hidden = None if all(mask.all() for mask in seen) else _minus_infinity(np.concatenate(seen))
-    rows, device = np.concatenate(queries), torch.device("cpu")
-    return SmallGroup(Rows.of(rows, device), Rows.of(np.concatenate(keys), device), len(rows), hidden, real, idle)
+    return SmallGroup(np.concatenate(queries), np.concatenate(keys), hidden, np.concatenate(real_queries), np.concatenate(real_keys))
 
 
 def _minus_infinity(seen: np.ndarray) -> Tensor:
@@ -130,64 +218,27 @@ def _minus_infinity(seen: np.ndarray) -> Tensor:
     return torch.from_numpy(np.where(seen, np.float32(0), np.float32(-np.inf)))[:, None]
 
 
-def _keys(x: Tensor, group: SmallGroup) -> Tensor:
-    """[G * g, m, d] of x [K, g, d]."""
-    taken = _taken(x, group.keys)
-    if group.num_pieces == 1:
-        return taken.transpose(0, 1)
-    return taken.view(group.num_pieces, -1, *x.shape[1:]).transpose(1, 2).flatten(0, 1)
+def _by_head(tokens: np.ndarray, heads: int, apart: int) -> Tensor:
+    """int64 [G * heads * n]: the rows of heads of tokens [G, n], piece by piece and head by head."""
+    return torch.from_numpy((tokens[:, None] * apart + np.arange(heads)[:, None]).reshape(-1))
 
 
-def _queries(x: Tensor, group: SmallGroup, groups: int) -> Tensor:
-    """[G * g, r * n, d] of x [Q, h, d]: the heads that share keys stand together."""
-    heads, head_dim = x.shape[1:]
-    pieces = _taken(x, group.queries).view(group.num_pieces, -1, heads, head_dim)
-    return pieces.transpose(1, 2).reshape(group.num_pieces * groups, -1, head_dim)
+def _rows_of_heads(x: Tensor) -> tuple[Tensor, int]:
+    """x [T, heads, d] as rows [n, d], and how many there are from a token to the next; without a copy where x lies as rows do."""
+    (tokens, heads, dim), (of_token, of_head, one) = x.shape, x.stride()
+    if tokens == 1 or one != 1 or (heads > 1 and of_head != dim) or of_token % dim:
+        x, of_token = x.contiguous(), heads * dim
+    apart = of_token // dim
+    return x.as_strided(((tokens - 1) * apart + heads, dim), (dim, 1)), apart
 
 
-def _taken(x: Tensor, rows: Rows) -> Tensor:
-    """x[rows], contiguous but for a run of rows of an x that is not."""
-    return _run(x, rows.index) if isinstance(rows.index, slice) else x.index_select(0, rows.index)
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """[rows, d] of all parts [pieces, rows, d]."""
+    return parts[0].flatten(0, 1) if len(parts) == 1 else torch.cat([part.flatten(0, 1) for part in parts])
 
 
-def _run(x: Tensor, run: slice) -> Tensor:
-    """x[run], without a view where these are all rows."""
-    return x if run == slice(0, x.shape[0]) else x[run]
-
-
-def _place_queries(x: Tensor, rows: Tensor, group: SmallGroup) -> None:
-    """The inverse of `_queries`: x [G * g, r * n, d] into its places of rows [Q, h, d]."""
-    heads, head_dim = rows.shape[1:]
-    pieces = x.view(group.num_pieces, heads, -1, head_dim).transpose(1, 2)
-    if isinstance(group.queries.index, slice):
-        _run(rows, group.queries.index).view(pieces.shape).copy_(pieces)
-        return
-    flat, index = pieces.reshape(-1, heads, head_dim), group.queries.index
-    if group.real is not None:
-        flat, index = flat.index_select(0, group.real), index.index_select(0, group.real)
-    rows.index_copy_(0, index, flat)
-
-
-def _add_keys(x: Tensor, rows: Tensor, group: SmallGroup) -> None:
-    """Add x [G * g, m, d] where `_keys` took it from rows [K, g, d]. Pieces may share keys."""
-    heads, head_dim = rows.shape[1:]
-    pieces = x.view(group.num_pieces, heads, -1, head_dim).transpose(1, 2)
-    if isinstance(group.keys.index, slice):
-        _run(rows, group.keys.index).view(pieces.shape).add_(pieces)
-    else:
-        rows.index_add_(0, group.keys.index, pieces.reshape(-1, heads, head_dim))
-
-
-def _factors(query: Tensor, key: Tensor, value: Tensor, group: SmallGroup) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v of a group."""
-    return _queries(query, group, key.shape[1]), _keys(key, group), _keys(value, group)
-
-
-def _probabilities(q: Tensor, k: Tensor, group: SmallGroup) -> Tensor:
-    scores = torch.bmm(q, k.mT)
-    if group.hidden is not None:
-        # Several times as fast as masked_fill_.
-        scores.view(group.num_pieces, -1, *group.hidden.shape[2:]).add_(group.hidden)
+def _probabilities(q: Tensor, k: Tensor, hidden: Tensor | None) -> Tensor:
+    scores = torch.bmm(q, k.mT) if hidden is None else torch.baddbmm(hidden, q, k.mT)
     return torch.softmax(scores, -1, out=scores)  # row by row: in place
 
 
@@ -195,34 +246,35 @@ class _SmallAttention(PlainFunction):
     """Saved: of each group q, k, v and the probabilities p, or the inputs. ds = p * (dp - sum of dp * p) with dp = do v^T."""
 
     @staticmethod
-    def forward(ctx, query: Tensor, key: Tensor, value: Tensor, groups: Sequence[SmallGroup], keeps_rows: bool) -> Tensor:
+    def forward(ctx, query: Tensor, key: Tensor, value: Tensor, work: SmallWork, keeps_rows: bool) -> Tensor:
         wide = tuple(map(at_least_fp32, (query, key, value)))
-        out, saved = torch.empty_like(wide[0], memory_format=torch.contiguous_format), []
-        for group in groups:
-            q, k, v = _factors(*wide, group)
-            p = _probabilities(q, k, group)
-            _place_queries(torch.bmm(p, v), out, group)
-            saved += [] if keeps_rows else [q, k, v, p]
-        ctx.save_for_backward(*(wide if keeps_rows else saved))
-        ctx.groups, ctx.keeps_rows, ctx.dtype, ctx.query_shape, ctx.key_shape = groups, keeps_rows, query.dtype, query.shape, key.shape
+        pieces = _pieces(*wide, work)
+        out = work.placed([torch.bmm(p, v) for _, _, v, p in pieces], *query.shape[:2])
+        ctx.save_for_backward(*(wide if keeps_rows else [tensor for piece in pieces for tensor in piece]))
+        ctx.work, ctx.keeps_rows, ctx.dtype, ctx.query_shape, ctx.key_shape = work, keeps_rows, query.dtype, query.shape, key.shape
         return out.to(query.dtype)
 
     @staticmethod
     def backward(ctx, dout: Tensor):
-        saved, dout, num_heads = ctx.saved_tensors, at_least_fp32(dout), ctx.key_shape[1]
-        dquery, dkey, dvalue = dout.new_empty(ctx.query_shape), dout.new_zeros(ctx.key_shape), dout.new_zeros(ctx.key_shape)
-        for number, group in enumerate(ctx.groups):
-            if ctx.keeps_rows:
-                q, k, v = _factors(*saved, group)
-                p = _probabilities(q, k, group)
-            else:
-                q, k, v, p = saved[4 * number:4 * number + 4]
-            do = _queries(dout, group, num_heads)
+        saved, work, num_keys, key_heads = ctx.saved_tensors, ctx.work, *ctx.key_shape[:2]
+        num_queries, heads, _ = ctx.query_shape
+        pieces = _pieces(*saved, work) if ctx.keeps_rows else [saved[start:start + 4] for start in range(0, len(saved), 4)]
+        of_queries, of_keys, of_values = [], [], []
+        for group, do, (q, k, v, p) in zip(work.groups, work.queries(at_least_fp32(dout), key_heads), pieces, strict=True):
             if group.idle is not None:
-                do.view(group.num_pieces, ctx.query_shape[1], -1, do.shape[-1]).masked_fill_(group.idle, 0)
-            _add_keys(torch.bmm(p.mT, do), dvalue, group)
+                do.view(len(group.queries), heads, -1, do.shape[-1]).masked_fill_(group.idle, 0)
+            of_values.append(torch.bmm(p.mT, do))
             dp = torch.bmm(do, v.mT)
             dscores = torch._softmax_backward_data(dp, p, -1, p.dtype, grad_input=dp)
-            _add_keys(torch.bmm(dscores.mT, q), dkey, group)
-            _place_queries(torch.bmm(dscores, k), dquery, group)
+            of_keys.append(torch.bmm(dscores.mT, q))
+            of_queries.append(torch.bmm(dscores, k))
+        dquery = work.placed(of_queries, num_queries, heads)
+        dkey, dvalue = (work.summed(parts, num_keys, key_heads) for parts in (of_keys, of_values))
         return dquery.to(ctx.dtype), dkey.to(ctx.dtype), dvalue.to(ctx.dtype), None, None
+
+
+def _pieces(query: Tensor, key: Tensor, value: Tensor, work: SmallWork) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """q, k, v and p of each group."""
+    heads, key_heads = query.shape[1], key.shape[1]
+    factors = zip(work.queries(query, key_heads), work.keys(key), work.keys(value), work.hidden(heads, key_heads, query.dtype), strict=True)
+    return [(q, k, v, _probabilities(q, k, hidden)) for q, k, v, hidden in factors]

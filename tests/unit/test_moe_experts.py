@@ -7,10 +7,12 @@ import torch
 import torch.nn.functional as F
 
 from megatron_dllm.config import PRESETS
+from megatron_dllm.kernels.row_weights import RowWeights
 from megatron_dllm.moe.experts import Experts, choose_product, grouped_linear, looped_linear
 from megatron_dllm.moe.permute import permute, sort_by_expert, sort_by_local_expert, unpermute
 from megatron_dllm.parallel import ParallelContext
 from megatron_dllm.tensor_parallel import Initializer
+from megatron_dllm.transformer.precision import accumulation_dtype
 
 COUNTS = {"usual": (3, 0, 5, 1), "none": (0, 0, 0, 0), "all in one": (0, 9, 0, 0), "more than 256": (1, 0, 300, 2)}
 
@@ -64,22 +66,33 @@ def test_both_products_are_equal_to_the_bit_on_a_cpu(counts):
     assert all(torch.equal(a, b) for a, b in zip(grouped, looped, strict=True))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-13), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=str)
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
-def test_the_whole_feed_forward_equals_its_parts(counts, dtype):
+def test_the_whole_feed_forward_equals_its_parts(counts, dtype, tolerance, weighted):
+    """Values and gradients, those of the rows' weights too, which it takes before its second product."""
     config = dataclasses.replace(PRESETS["toy"], hidden_size=16, moe_ffn_hidden_size=8, num_experts=4)
     experts = Experts("experts", config, context=ParallelContext.single(), init=Initializer(3, 0.5), dtype=dtype)
-    assert experts.product is grouped_linear
-    rows = torch.randn(sum(counts), 16, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
+    draw = torch.Generator().manual_seed(0)
+    rows = torch.randn(sum(counts), 16, generator=draw).to(dtype).requires_grad_()
+    slot = torch.randperm(sum(counts), generator=draw)
+    weights = torch.rand(sum(counts), 1, generator=draw).to(accumulation_dtype(dtype)).requires_grad_(weighted)
     counts = torch.tensor(counts)
 
     def with_gradients(y):
-        weights = torch.linspace(-1, 1, 16, dtype=dtype).expand_as(y)
-        return y.detach(), *torch.autograd.grad((y * weights).sum(), [rows, *experts.parameters()])
+        factors = torch.linspace(-1, 1, 16, dtype=y.dtype).expand_as(y)
+        inputs = [rows, *experts.parameters(), *[weights] * weighted]
+        return y.detach(), *torch.autograd.grad((y * factors).sum(), inputs)
 
-    hidden = grouped_linear(rows, experts.gate_up.flatten(1, 2), counts).unflatten(1, (2, -1))
-    parts = with_gradients(grouped_linear(F.gelu(hidden[:, 0], approximate="tanh") * hidden[:, 1], experts.down, counts))
-    assert all(torch.equal(a, b) for a, b in zip(with_gradients(experts(rows, counts)), parts, strict=True))
+    def exact(x):
+        return x.double()
+
+    hidden = looped_linear(exact(rows), exact(experts.gate_up.flatten(1, 2)), counts).unflatten(1, (2, -1))
+    y = looped_linear(F.gelu(hidden[:, 0], approximate="tanh") * hidden[:, 1], exact(experts.down), counts)
+    parts = with_gradients(y * exact(weights)[slot] if weighted else y)
+    ours = with_gradients(experts(rows, counts, RowWeights(weights, slot) if weighted else None))
+    for got, want in zip(ours, parts, strict=True):
+        assert got.shape == want.shape and (got.double() - want.double()).norm() <= tolerance * want.double().norm()
 
 
 def test_sort_by_local_expert_leaves_other_choices_out():
