@@ -6,7 +6,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -116,7 +116,7 @@ def cases(ranks: int, size: Size) -> list[Case]:
     work = Work(ranks, size)
     one, long, streams = work.references
     graphs, eager = work.spread(graph=True), work.spread(graph=False)
-    return [one, *graphs, *work.tensor(graph=True), long, work.long(graph=True), streams, work.streams(graph=True),
+    return [one, *graphs, *work.tensor(graph=True), long, work.long(graph=True), streams, work.streams(graph=True), *work.microbatches(),
             *eager, *work.tensor(graph=False), work.long(graph=False), work.streams(graph=False)]
 
 
@@ -192,6 +192,15 @@ class Work:
         return [
             self.case("tp2+sp ep2", (*flags, "--micro-batch-size", "2", UNSHARED), graph=graph, keep=True, bound=self.row_tokens),
             self.case("pp2", pipeline, graph=graph, keep=True, on_request=not graph)]
+
+    def microbatches(self) -> list[Case]:
+        """Over two ranks so many microbatches that the pipeline is mostly full, with one device's loss of them."""
+        if self.ranks != 2:
+            return []
+        flags = (*self.whole, *ALONE, UNSHARED, "--global-batch-size", "8")
+        one = Case("sft 8 rows, one device", "sft_26b", 1, flags, None)
+        recorded = self.case("pp2, 8 microbatches", (*flags, "--pipeline-model-parallel-size", "2"), graph=True, keep=True)
+        return [one, replace(recorded, reference=one.name)]
 
     def long(self, *, graph: bool) -> Case:
         """Adapters on a long document over context-parallel ranks. Attention is most of the work, so its results are kept."""

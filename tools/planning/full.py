@@ -1,7 +1,8 @@
 """What the suite full of tools/benchmark.py will measure, predicted; then how far the planner is from what one and two GPUs have given.
 
-    work, sent    milliseconds: computed and moved; sent for tokens, tensors, sequences and edges
-    host          the least that it takes to start all that, 0 by graphs; the longer of the two counts, and the bubble on top
+    work, sent    milliseconds: computed and moved; sent for tokens, tensors and sequences
+    host          the least that it takes to start all that, 0 by graphs; the longer of the two counts, and the bubble on top, in which
+                  stages of a pipeline send each other
     sums, AdamW   gradients summed and parameters gathered beside nothing; the update
     exposed       share of the step in which something is sent and nothing computed
 """
@@ -48,7 +49,7 @@ def predicted_row(case: Case, host: float) -> tuple[str, ...]:
     time = found.time
     parts = (f"{part:.0f}" for part in (time.compute, time.communication, time.launches))
     return (case.name, f"{time.total / 1e3:.3f}", f"{found.tokens_per_second:,.0f}", f"{found.tflops:.0f}", f"{found.bytes / GIB:.1f}",
-            f"{time.exposed:.0%}", *parts, f"{time.bubble:.0%}", f"{time.gradients:.0f}", f"{time.optimizer:.0f}")
+            f"{time.exposed:.0%}", *parts, f"{time.waiting:.0%}", f"{time.gradients:.0f}", f"{time.optimizer:.0f}")
 
 
 def measured_rows() -> list[tuple[str, ...]]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from megatron_dllm.config import RunConfig, TrainingConfig
+from megatron_dllm.config import RunConfig
 from megatron_dllm.training.draft_pass import PassSizes, chosen_apart, may_be_joint
 from megatron_dllm.training.forecast import keeps_experts, num_passes
 from megatron_dllm.training.operations import Operations, StepOperations, TokenCounts, causal_pairs, stack_operations, step_operations
@@ -24,6 +24,9 @@ from megatron_dllm.training.operations import Operations, StepOperations, TokenC
 LAYER_TFLOPS, ATTENTION_TFLOPS, HEAD_TFLOPS = 450.0, 250.0, 650.0
 TRAINED_BYTES, FROZEN_BYTES, REPEATED_BYTES = 16, 10, 2
 ONE_BACKWARD_BYTES = 2  # that are not read where both passes have one backward, or drafts are made beforehand, without any
+# In a pipeline the backward of each pass is one by itself, so that a weight's fp32 gradient is read and written once more. And all work
+# takes so many times as long: two H200s by graphs, pp2 and pp2 vpp2 with streams; perhaps transfers that wait take processors from it.
+PIPELINE_BYTES, PIPELINE_SLOWDOWN = 8, 1.3
 # What residual streams add to a layer's work at n = 4, by CUDA graphs on one H200: 118.1 ms beside 110.0 for 6 layers with the head.
 STREAMS_SHARE = 0.10
 # Milliseconds in which the host starts a layer's forward and backward for one microbatch, without graphs, on the faster of the hosts that
@@ -41,9 +44,10 @@ OPTIMIZER_BYTES, OPTIMIZER_TB_PER_S = 30, 4.0
 # GB/s that one GPU sends. In a node: two H200s summed 4.8 GB of gradients over NCCL in 8.7 ms (273) beside nothing, 22.6 in 98 (230) beside
 # the backward. Between nodes: an assumption.
 NVLINK_GB_PER_S, NETWORK_GB_PER_S = 250.0, 40.0
-# Milliseconds of one dispatch or combine of few tokens beyond its bytes, and of what the device does more around it: two H200s' graphs of 8
-# layers exposed 2.9 ms of 64 of them, and took 9 ms more than the same work without. The first is taken of every other exchange as well.
-TRANSFER_MS, ROUTING_MS = 0.03, 0.12
+# Milliseconds beyond its bytes of one dispatch or combine by deepep, of one exchange by NCCL, and of what the device does more around a
+# dispatch or combine: two H200s' graphs of 8 layers exposed 2.3 ms of 64 by deepep beyond their bytes, 1.4 of 112 by alltoall, 3.1 of 240
+# with tensor parallelism as well; and they took 9 ms more than the same work without.
+DEEPEP_MS, NCCL_MS, ROUTING_MS = 0.03, 0.013, 0.12
 # Of the host's time for a layer, what is left of two forwards and two backwards where there is one backward. Drafts made beforehand: 0.8
 # on two H200s with alltoall (0.63 of the operations, counted on the toy); with recompute one forward less besides, which is counted in
 # proportion: not measured. One backward for both passes: the same is taken; adapters on one H200 give 10 ms a layer, of 13 to 16 before.
@@ -64,7 +68,7 @@ class StepTime:
     gradients      sums of gradients and gathers of parameters that nothing runs beside
     beside         sums of gradients that run beside the backward
     optimizer      the update
-    bubble         share of the pipeline's time in which a rank waits
+    bubble         share of the pipeline's time in which a rank waits, by the device's time; host_bubble: where the host decides it
     """
 
     compute: float
@@ -73,15 +77,22 @@ class StepTime:
     gradients: float
     beside: float
     optimizer: float
-    bubble: float
+    bubble: float = 0.0
+    host_bubble: float = 0.0
 
     @property
     def launch_bound(self) -> bool:
-        return self.launches > self.compute + self.communication
+        return self.launches / (1 - self.host_bubble) > (self.compute + self.communication) / (1 - self.bubble)
+
+    @property
+    def waiting(self) -> float:
+        """The bubble that counts."""
+        return self.host_bubble if self.launch_bound else self.bubble
 
     @property
     def total(self) -> float:
-        return max(self.compute + self.communication, self.launches) / (1 - self.bubble) + self.gradients + self.optimizer
+        busy = self.launches if self.launch_bound else self.compute + self.communication
+        return busy / (1 - self.waiting) + self.gradients + self.optimizer
 
     @property
     def exposed(self) -> float:
@@ -151,21 +162,24 @@ def work_ms(counted: StepOperations, gpu: str) -> float:
     return sum(operations_ms(part, gpu) for part in (counted.draft, counted.forward, counted.backward, counted.repeated))
 
 
-def moved_ms(weights: Mapping[tuple[str, bool, int], float], training: TrainingConfig) -> float:
+def moved_ms(weights: Mapping[tuple[str, bool, int], float], run: RunConfig) -> float:
     """For what a microbatch moves for one rank's weights, given as elements by (grid, trained, bytes of an element)."""
+    training = run.training
+    in_loops = PIPELINE_BYTES * (num_passes(run) - 1) * (run.parallel.pipeline_model_parallel_size > 1)
     spared = ONE_BACKWARD_BYTES if training.draft_pass in ("apart", "joint") else 0
 
     def again(grid: str) -> int:
         is_again = training.recompute_granularity == "full" or grid == "expert" and not keeps_experts(training)
         return REPEATED_BYTES * is_again - spared
 
-    return sum(count * ((TRAINED_BYTES if trained else FROZEN_BYTES) + again(grid))
+    return sum(count * ((TRAINED_BYTES + in_loops if trained else FROZEN_BYTES) + again(grid))
                for (grid, trained, _), count in weights.items()) / COPY_TB_PER_S / 1e9
 
 
-def streams_factor(run: RunConfig) -> float:
-    """What residual streams make of the layers' work."""
-    return 1 + STREAMS_SHARE * run.model.mhc_num_residual_streams / 4 if run.model.enable_mhc_connections else 1.0
+def work_factor(run: RunConfig) -> float:
+    """What residual streams and a pipeline make of the work."""
+    streams = 1 + STREAMS_SHARE * run.model.mhc_num_residual_streams / 4 if run.model.enable_mhc_connections else 1.0
+    return streams * (PIPELINE_SLOWDOWN if run.parallel.pipeline_model_parallel_size > 1 else 1.0)
 
 
 def launch_ms(run: RunConfig, layers: float, host: float = 1.0) -> float:
@@ -183,9 +197,8 @@ def launch_ms(run: RunConfig, layers: float, host: float = 1.0) -> float:
     return layers * host * (a_layer * (RECOMPUTED_LAUNCHES if recomputes else 1) + anew)
 
 
-def communication_ms(run: RunConfig, tokens: float, layers: float, edges: float, *, gpus_per_node: int) -> float:
-    """What one rank sends in a microbatch for its `tokens` (of the whole sequence over cp) in `layers` layers and over `edges` edges of
-    the pipeline, none of it hidden."""
+def communication_ms(run: RunConfig, tokens: float, *, gpus_per_node: int) -> float:
+    """What one rank sends in a layer for a microbatch's `tokens` (of the whole sequence over cp), none of it hidden."""
     parallel, model = run.parallel, run.model
     tp, cp, ep, etp = (parallel.tensor_model_parallel_size, parallel.context_parallel_size, parallel.expert_model_parallel_size,
                        parallel.expert_tensor_parallel_size)
@@ -196,16 +209,16 @@ def communication_ms(run: RunConfig, tokens: float, layers: float, edges: float,
     def rate(ranks: int) -> float:
         return (NVLINK_GB_PER_S if ranks <= gpus_per_node else NETWORK_GB_PER_S) * 1e6
 
-    total = 4 * tokens * row * (tp - 1) / tp * passes / rate(tp) + 4 * passes * loops * TRANSFER_MS * (tp > 1)
+    total = 4 * tokens * row * (tp - 1) / tp * passes / rate(tp) + 4 * passes * loops * NCCL_MS * (tp > 1)
     if ep * etp > 1:
         # By alltoall with rooms each pass sends all of its room.
         own = loops * run.moe.moe_max_tokens_per_rank if has_rooms(run) else tokens / tp
         sent = 2 * own * row * sent_rows(run) * (2 if keeps_experts(run.training) else 3)
-        total += sent / rate(ep * etp) + (num_transfers(run) + num_small_transfers(run)) * TRANSFER_MS
+        each = NCCL_MS if run.moe.dispatcher == "alltoall" else DEEPEP_MS
+        total += sent / rate(ep * etp) + (num_transfers(run) + num_small_transfers(run)) * each
     full = model.layer_kinds.count("full") / model.num_layers
     keys = 2 * tokens * model.num_global_query_groups * model.global_kv_channels * size
-    total += keys * (cp - 1) * full * passes / rate(tp * cp) + passes * loops * TRANSFER_MS * (cp > 1)
-    return total * layers + edges * edge_ms(run, tokens, gpus_per_node)
+    return total + keys * (cp - 1) * full * passes / rate(tp * cp) + passes * loops * NCCL_MS * (cp > 1)
 
 
 def edge_ms(run: RunConfig, tokens: float, gpus_per_node: int) -> float:

@@ -162,34 +162,33 @@ def plan(run: RunConfig, machine: Machine, canvases_per_row: int = 1) -> Plan:
 
 
 def _time(run: RunConfig, predicted: memory.Forecast, counted: StepOperations, machine: Machine) -> timing.StepTime:
-    parallel, training, gpus = run.parallel, run.training, machine.gpus
+    parallel, gpus = run.parallel, machine.gpus
     pp, microbatches = parallel.pipeline_model_parallel_size, num_microbatches(run, gpus)
     # One layer more for each prediction depth; the head weighs as its operations, not as launches.
     layers = (run.model.num_layers + run.model.mtp_num_layers) / pp
     own = predicted.elements.of_stage(*memory.stage_of(run, None, 0))
-    moved = timing.moved_ms(own, training) / pp
-    compute = (timing.work_ms(counted, machine.gpu) / gpus + microbatches * moved) * timing.streams_factor(run)
+    moved = timing.moved_ms(own, run) / pp
+    compute = (timing.work_ms(counted, machine.gpu) / gpus + microbatches * moved) * timing.work_factor(run)
     hidden = timing.HIDDEN_SHARE * compute / microbatches if pp == 1 else 0.0
     compute += microbatches * timing.routing_ms(run, layers)
-    # Forward and backward over each edge that a rank has: one a virtual stage.
-    edges, bubble = (virtual_stages_of(run) if pp > 1 else 0) * 2, predicted.bubble
-    if pp > 1 and training.cuda_graph_impl != "none":  # recorded: the stages take the device's time, and edges are part of the waiting
-        edges = 0
-        beside = timing.routing_ms(run, 1) + timing.communication_ms(run, predicted.tokens, 1, 0, gpus_per_node=machine.gpus_per_node)
-        bubble = stages.bubble(run, counted, predicted, gpus=gpus, gpu=machine.gpu, beside_ms=beside, gpus_per_node=machine.gpus_per_node)
-    communication = microbatches * timing.communication_ms(run, predicted.tokens, layers, edges, gpus_per_node=machine.gpus_per_node)
+    # Edges of a pipeline are part of its waiting.
+    per_layer = timing.communication_ms(run, predicted.tokens, gpus_per_node=machine.gpus_per_node)
+    bubble = 0.0
+    if pp > 1:
+        bubble = stages.bubble(run, counted, predicted, gpus=gpus, gpu=machine.gpu, beside_ms=timing.routing_ms(run, 1) + per_layer,
+                               gpus_per_node=machine.gpus_per_node)
     parts = _gradient_ms(run, predicted, own, machine)
     beside = min(parts.early, hidden)
     return timing.StepTime(
-        compute, communication, microbatches * timing.launch_ms(run, layers, machine.host),
+        compute, microbatches * layers * per_layer, microbatches * timing.launch_ms(run, layers, machine.host),
         parts.early + parts.late - beside + parts.gathers * (not parallel.overlap_param_gather), beside,
-        parts.stepped * timing.OPTIMIZER_BYTES / (timing.OPTIMIZER_TB_PER_S * 1e9), bubble)
+        parts.stepped * timing.OPTIMIZER_BYTES / (timing.OPTIMIZER_TB_PER_S * 1e9), bubble, predicted.bubble)
 
 
 @dataclass(frozen=True)
 class GradientParts:
     """Milliseconds: sums that can begin during the last backward, and those of the embedding, which is complete at its end; gathers of
-    parameters. stepped: elements that a rank updates."""
+    parameters. stepped: elements that the fullest rank updates."""
 
     early: float
     late: float
@@ -202,17 +201,24 @@ def _gradient_ms(run: RunConfig, predicted: memory.Forecast, own: memory.Element
     parallel = run.parallel
     pp, shared = parallel.pipeline_model_parallel_size, parallel.use_distributed_optimizer
     embedding = sum(count for (_, trains, _), count in predicted.elements.parts["embedding"].items() if trains)
+    layout = memory.model_layout(run) if pp > 1 else None
+    ranks_elements = [predicted.elements.of_stage(*memory.stage_of(run, layout, rank)) for rank in range(pp)]
     early, late, gathers, stepped = 0.0, 0.0, 0.0, 0.0
     for grid, ranks in replicas(run, machine.gpus).items():
-        elements = sum(count for (of, trains, _), count in own.items() if trains and of == grid) / pp
+        elements = _trained(own, grid) / pp
         summed, gathered = timing.summed_ms(elements, ranks, distributed=shared, gpus_per_node=machine.gpus_per_node,
                                             ranks_before=machine.gpus // ranks)
         at_the_end = summed * embedding / pp / elements if grid == "dense" and elements else 0.0
         early, late, gathers = early + summed - at_the_end, late + at_the_end, gathers + gathered
-        stepped += elements / (ranks if shared else 1)
+        shares = ranks if shared else 1
+        stepped += max(_trained(of_rank, grid) for of_rank in ranks_elements) / shares
         if grid == "dense" and pp > 1:  # the first and the last stage have the embedding, and exchange its gradients
-            late += timing.exchanged_ms(embedding / (ranks if shared else 1), pp * ranks, machine.gpus_per_node)
+            late += timing.exchanged_ms(embedding / shares, pp * ranks, machine.gpus_per_node)
     return GradientParts(early, late, gathers, stepped)
+
+
+def _trained(elements: memory.Elements, grid: str) -> float:
+    return sum(count for (of, trains, _), count in elements.items() if trains and of == grid)
 
 
 def num_microbatches(run: RunConfig, gpus: int) -> int:
@@ -256,7 +262,7 @@ def table(plans: Sequence[Plan]) -> str:
             parallel.tensor_model_parallel_size, parallel.context_parallel_size, pp, virtual_stages_of(p.run) if pp > 1 else 1,
             parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size, training.micro_batch_size, recompute,
             "yes" if parallel.use_distributed_optimizer else "-", f"{time.total:.0f}{'*' if time.launch_bound else ''}",
-            f"{p.tokens_per_second:.0f}", f"{p.tflops:.0f}", f"{time.bubble:.0%}",
+            f"{p.tokens_per_second:.0f}", f"{p.tflops:.0f}", f"{time.waiting:.0%}",
             f"{time.exposed:.0%}", *(f"{p.held[kind] / GIB:.1f}" for kind in memory.KINDS), f"{p.bytes / GIB:.1f}"))
     texts = [[str(cell) for cell in line] for line in lines]
     widths = [max(len(line[n]) for line in texts) for n in range(len(COLUMNS))]

@@ -1,4 +1,4 @@
-"""How long the ranks of a pipeline wait for each other where a step is recorded: its stages then take the device's time, not the host's.
+"""How long the ranks of a pipeline wait for each other where its stages take the device's time, not the host's.
 
 The trainer's schedule is made as always, for a head as long as a layer, and played with the times of this run: a layer moves its weights in
 both passes, whatever their tokens; the last stage has the head and draws the drafts' soft embedding, the first the self-conditioning.
@@ -41,7 +41,7 @@ class Loops:
 
 def bubble(run: RunConfig, counted: StepOperations, predicted: memory.Forecast, *, gpus: int, gpu: str, beside_ms: float,
            gpus_per_node: int) -> float:
-    """Share of a recorded step in which a rank waits for others. counted: operations on all GPUs; beside_ms: what a layer takes of a
+    """Share of the pipeline's time in which a rank waits for others. counted: operations on all GPUs; beside_ms: what a layer takes of a
     microbatch beside computing, for exchanges."""
     training, layout = run.training, memory.model_layout(run)
     microbatches = training.global_batch_size // (training.micro_batch_size * run.parallel.data_parallel_size(gpus))
@@ -55,7 +55,7 @@ def bubble(run: RunConfig, counted: StepOperations, predicted: memory.Forecast, 
                     for sides in ([t.forward for t in times], [t.backward for t in times])), embedding_gradient=_ticks(gradient))
     conditioned = round(few * run.objective.self_conditioning_prob) if run.objective.objective != "ar" else 0
     schedule = _schedule(layout, tuple(m < conditioned for m in range(few)), run.lora.lora_rank is None)
-    edge = timing.edge_ms(run, predicted.tokens, gpus_per_node) / 2 + timing.TRANSFER_MS
+    edge = timing.edge_ms(run, predicted.tokens, gpus_per_node) / 2 + timing.NCCL_MS
     played = simulate(schedule.pipeline, schedule.lists, costs, latency=_ticks(edge))
     waiting = played.makespan * layout.ranks - played.work
     return waiting / (waiting + played.work * microbatches / few)
@@ -78,7 +78,7 @@ def _parts(run: RunConfig, counted: StepOperations, predicted: memory.Forecast, 
            beside_ms: float) -> tuple[Loops, Loops, Loops, float]:
     """(a layer, what stands before the first, head with the drafts' soft embedding, the latter's gradient) of a microbatch on the ranks of
     its stage, which compute `share` of all operations between them."""
-    model, factor = run.model, timing.streams_factor(run)
+    model, factor = run.model, timing.work_factor(run)
     tokens = timing.token_counts(run, run.training.micro_batch_size)
     clean, canvas = int(tokens.clean.sum()), int(tokens.canvas.sum())
     drafted = int(tokens.canvas[tokens.self_conditioned].sum())
@@ -90,7 +90,7 @@ def _parts(run: RunConfig, counted: StepOperations, predicted: memory.Forecast, 
     def moved(elements: memory.Elements) -> Loops:
         """Weights are read in both passes, if there are two; the backward moves the rest."""
         loops = memory.num_passes(run)
-        total, forward = timing.moved_ms(elements, run.training) * factor, 0.0
+        total = timing.moved_ms(elements, run) * factor
         forward = sum(elements.values()) * FORWARD_BYTES / timing.COPY_TB_PER_S / 1e9 * factor
         ahead = (forward, forward if loops == 2 else 0.0)
         return Loops(ahead, tuple((total - sum(ahead)) * part / sum(ahead) for part in ahead))
