@@ -1,5 +1,5 @@
-"""mHC's mappings of a token's streams, forward and backward: the projection with the row's norm, then gates and Sinkhorn's rounds on chip,
-in the forward by the program that reads the token's streams.
+"""mHC's mappings of a token's streams, forward and backward, of the projection and the row's squares: gates and Sinkhorn's rounds on chip,
+in the forward by the launch that reads the token's streams.
 
 Legend: T tokens, n streams (STREAMS: n up to a power of two), C hidden, O = n^2 + 2n outputs of the projection (PADDED: a power of two,
 at least 16). Matrices of several tokens are [n, T, n], tokens between rows and columns: a warp then has whole matrices, and no sum of
@@ -22,7 +22,7 @@ from .launch import next_power_of_2
 EPSILON = tl.constexpr(1e-6)  # beside the norm of x, and the least denominator of Sinkhorn's rounds
 TOKENS = 8  # whose gradients a program makes: a warp, a row of a matrix of 4 x 4 a lane
 READ_NUMBERS = 8  # of a stream that a thread reads at once, 16 bytes of bf16
-READ_WARPS = 4  # of a program, which has one token: 5,120 with a norm took 0.070 ms on an H200; two warps 0.081, one 0.088
+READ_WARPS = 4  # of a program, which has one token: 5,120 with a norm took 0.046 ms on an H200; two warps 0.047, eight 0.048
 
 
 @triton.jit
@@ -39,92 +39,8 @@ def _load(start, at, inside):
 
 
 @triton.jit
-def _divided(matrix, AXIS: tl.constexpr):
-    """A matrix [n, 1, n] over its sums along an axis, by their reciprocals: what that rounds, the next sums put right."""
-    sums = 1.0 / tl.maximum(tl.sum(matrix, AXIS), EPSILON)
-    return matrix * tl.expand_dims(sums, AXIS)
-
-
-@triton.jit
-def _exponentials(logits, inside):
-    """exp(logits - the row's maximum), 0 outside."""
-    logits = tl.where(inside, logits, float("-inf"))
-    largest = tl.maximum(tl.max(logits, 2), -1e30)  # finite in rows that are fill
-    return tl.exp(logits - largest[:, :, None])
-
-
-@triton.jit
 def _sigmoid(x):
     return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), 1.0 + tl.exp(-x))
-
-
-@triton.jit
-def _read(partial, alpha, bias, x, u, pre, post, res, projected, root, weight_1, weight_2, weight_3, out_1, out_2, out_3, inverse_root,
-          factor, eps, HIDDEN: tl.constexpr, n: tl.constexpr, STREAMS: tl.constexpr, ITERATIONS: tl.constexpr, SPLITS: tl.constexpr,
-          COLUMNS: tl.constexpr, NORMS: tl.constexpr, COPIES: tl.constexpr, DEPENDENT: tl.constexpr):
-    """Of one token: u [T, C] = H_pre x, and NORMS (0, 1 or 3) norms of it, the third times `factor`, with their inverse root [T];
-    H_pre [T, n], H_post [T, n], H_res [T, n, n]; projected [T, O] and root = |x| / sqrt(nC) [T] of partial [T, SPLITS, O].
-
-    The last tokens first: they were written last, and may be in the cache. Programs that are at Sinkhorn's rounds leave the memory to
-    others; several warps would make the same few numbers each.
-    """
-    after_last(DEPENDENT)
-    OUTPUTS: tl.constexpr = n * n + 2 * n
-    row, i, one = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64), tl.arange(0, STREAMS), tl.full((), 1.0, tl.float32)
-    at, first, square = row * (SPLITS * OUTPUTS), row * OUTPUTS, tl.zeros((COLUMNS,), tl.float32)
-    PARTS: tl.constexpr = (HIDDEN + COLUMNS - 1) // COLUMNS
-    STRIDE: tl.constexpr = 0 if COPIES else HIDDEN
-    x += row * (HIDDEN if COPIES else n * HIDDEN)
-    # Read here for its norm, and again below, from the cache: kept it would leave room for few programs.
-    for start in range(0, HIDDEN, COLUMNS):
-        column = start + tl.arange(0, COLUMNS)
-        for j in tl.static_range(n):
-            values = _load(x + j * STRIDE, column, column < HIDDEN)
-            square += values * values
-    size = tl.sqrt_rn(tl.div_rn(tl.sum(square, 0), tl.full((), n * HIDDEN, tl.float32)))
-    tl.store(root + row, size)
-    inverse, gates = tl.div_rn(one, size + EPSILON), ()
-    for j in tl.static_range(n):
-        product = _sum_splits(partial, at + j, True, OUTPUTS, SPLITS)
-        gate = tl.div_rn(one, 1.0 + tl.exp(-(inverse * product * tl.load(alpha) + tl.load(bias + j))))
-        tl.store(projected + first + j, product)
-        tl.store(pre + row * n + j, gate)
-        gates = gates + (gate,)
-    square, parts = tl.zeros((COLUMNS,), tl.float32), ()
-    for part in tl.static_range(PARTS):
-        column = part * COLUMNS + tl.arange(0, COLUMNS)
-        inside = column < HIDDEN
-        out = tl.zeros((COLUMNS,), tl.float32)
-        for j in tl.static_range(n):
-            out += gates[j] * _load(x + j * STRIDE, column, inside)
-        out = out.to(u.dtype.element_ty)
-        tl.store(u + row * HIDDEN + column, out, mask=inside)
-        if NORMS:
-            # Rounded as it is stored, so that the backward, which reads it again, has the same norms.
-            parts, square = parts + (out.to(tl.float32),), square + out.to(tl.float32) * out.to(tl.float32)
-    if NORMS:
-        own = tl.rsqrt(tl.sum(square, 0) / HIDDEN + eps)
-        tl.store(inverse_root + row, own)
-        for part in tl.static_range(len(parts)):
-            column = part * COLUMNS + tl.arange(0, COLUMNS)
-            inside, normed, to = column < HIDDEN, parts[part] * own, row * HIDDEN + column
-            tl.store(out_1 + to, (normed * _load(weight_1, column, inside)).to(out_1.dtype.element_ty), mask=inside)
-            if NORMS == 3:
-                tl.store(out_2 + to, (normed * _load(weight_2, column, inside)).to(out_2.dtype.element_ty), mask=inside)
-                tl.store(out_3 + to, normed * _load(weight_3, column, inside) * factor, mask=inside)
-    output, in_gate = n + i, i < n
-    product = _sum_splits(partial, at + output, in_gate, OUTPUTS, SPLITS)
-    tl.store(projected + first + output, product, mask=in_gate)
-    h = inverse * product * tl.load(alpha + 1) + tl.load(bias + output, mask=in_gate, other=0.0)
-    tl.store(post + row * n + i, 2 * _sigmoid(h), mask=in_gate)
-    entry, in_matrix = (i[:, None] * n + i[None, :])[:, None, :], (in_gate[:, None] & in_gate[None, :])[:, None, :]
-    product = _sum_splits(partial, at + 2 * n + entry, in_matrix, OUTPUTS, SPLITS)
-    tl.store(projected + first + 2 * n + entry, product, mask=in_matrix)
-    h = inverse * product * tl.load(alpha + 2) + tl.load(bias + 2 * n + entry, mask=in_matrix, other=0.0)
-    matrix = _exponentials(h, in_matrix)
-    for _ in range(ITERATIONS):
-        matrix = _divided(_divided(matrix, 2), 0)
-    tl.store(res + row * n * n + entry, matrix, mask=in_matrix)
 
 
 @triton.jit
@@ -161,6 +77,127 @@ def _scaled(values, factor):
     for j in tl.static_range(len(values)):
         out = out + (values[j] * factor,)
     return out
+
+
+@triton.jit
+def _sinkhorn(matrix, ITERATIONS: tl.constexpr):
+    """Rounds of rows, then columns, of n rows [TOKENS, STREAMS]; by reciprocals: what those round, the next sums put right."""
+    for _ in range(ITERATIONS):
+        out = ()
+        for i in tl.static_range(len(matrix)):
+            out = out + (matrix[i] * tl.expand_dims(1.0 / tl.maximum(tl.sum(matrix[i], 1), EPSILON), 1),)
+        matrix = _scaled(out, 1.0 / tl.maximum(_total(out), EPSILON))
+    return matrix
+
+
+@triton.jit
+def _size(square, WIDTH: tl.constexpr):
+    """|x| / sqrt(WIDTH) of |x|^2."""
+    return tl.sqrt_rn(tl.div_rn(square, tl.full(square.shape, WIDTH, tl.float32)))
+
+
+@triton.jit
+def _inverse(size):
+    return tl.div_rn(tl.full(size.shape, 1.0, tl.float32), size + EPSILON)
+
+
+@triton.jit
+def _map(partial, alpha, bias, post, res, projected, root, first_row, num_rows, WIDTH: tl.constexpr, n: tl.constexpr,
+         STREAMS: tl.constexpr, ITERATIONS: tl.constexpr, SPLITS: tl.constexpr, TOKENS: tl.constexpr):
+    """H_post [T, n], H_res [T, n, n], projected [T, O] and root [T] of some tokens, of partial [T, SPLITS, O + 1]. A matrix is n rows,
+    a column a lane."""
+    OUTPUTS: tl.constexpr = n * n + 2 * n
+    row, i = first_row + tl.arange(0, TOKENS), tl.arange(0, STREAMS)
+    in_rows, in_gate = row < num_rows, (i < n)[None, :]
+    inside, first, at = in_rows[:, None] & in_gate, row[:, None] * OUTPUTS, row.to(tl.int64)[:, None] * (SPLITS * (OUTPUTS + 1))
+    size = _size(_sum_splits(partial, row.to(tl.int64) * (SPLITS * (OUTPUTS + 1)) + OUTPUTS, in_rows, OUTPUTS + 1, SPLITS), WIDTH)
+    tl.store(root + row, size, mask=in_rows)
+    inverse = _inverse(size)[:, None]
+    tl.store(projected + first + i[None, :], _sum_splits(partial, at + i[None, :], inside, OUTPUTS + 1, SPLITS), mask=inside)
+    product = _sum_splits(partial, at + n + i[None, :], inside, OUTPUTS + 1, SPLITS)
+    tl.store(projected + first + n + i[None, :], product, mask=inside)
+    gate = _sigmoid(inverse * product * tl.load(alpha + 1) + tl.load(bias + n + i[None, :], mask=in_gate, other=0.0))
+    tl.store(post + row[:, None] * n + i[None, :], 2 * gate, mask=inside)
+    factor, matrix = tl.load(alpha + 2), ()
+    for which in tl.static_range(n):
+        output = 2 * n + which * n + i[None, :]
+        product = _sum_splits(partial, at + output, inside, OUTPUTS + 1, SPLITS)
+        tl.store(projected + first + output, product, mask=inside)
+        logits = inverse * product * factor + tl.load(bias + output, mask=in_gate, other=0.0)
+        largest = tl.max(tl.where(in_gate, logits, -1e30), 1)
+        matrix = matrix + (tl.where(inside, tl.exp(logits - tl.expand_dims(largest, 1)), 0.0),)
+    matrix = _sinkhorn(matrix, ITERATIONS)
+    for which in tl.static_range(n):
+        tl.store(res + row[:, None] * (n * n) + which * n + i[None, :], matrix[which], mask=inside)
+
+
+@triton.jit
+def _over_splits(partial, at, STRIDE: tl.constexpr, SPLITS: tl.constexpr, PADDED: tl.constexpr):
+    split = tl.arange(0, PADDED)
+    return tl.sum(tl.load(partial + at + split * STRIDE, mask=split < SPLITS, other=0.0), 0)
+
+
+@triton.jit
+def _read_token(partial, alpha, bias, x, u, pre, weight_1, weight_2, weight_3, out_1, out_2, out_3, inverse_root, factor, eps, row,
+                HIDDEN: tl.constexpr, n: tl.constexpr, SPLITS: tl.constexpr, PADDED_SPLITS: tl.constexpr, COLUMNS: tl.constexpr,
+                NORMS: tl.constexpr, COPIES: tl.constexpr):
+    """Of one token H_pre and u [C] = H_pre x, or in its place NORMS (1 or 3) norms of it, the third times `factor`, with their inverse
+    root."""
+    OUTPUTS: tl.constexpr = n * n + 2 * n
+    PARTS: tl.constexpr = (HIDDEN + COLUMNS - 1) // COLUMNS
+    KINDS: tl.constexpr = 1 if COPIES else n
+    place, streams, gates = tl.arange(0, COLUMNS), (), ()
+    for part in tl.static_range(PARTS):
+        for j in tl.static_range(KINDS):
+            at = part * COLUMNS + place
+            streams = streams + (tl.load(x + row * (KINDS * HIDDEN) + j * HIDDEN + at, mask=at < HIDDEN, other=0.0,
+                                         eviction_policy="evict_first"),)
+    start = row * (SPLITS * (OUTPUTS + 1))
+    inverse = _inverse(_size(_over_splits(partial, start + OUTPUTS, OUTPUTS + 1, SPLITS, PADDED_SPLITS), n * HIDDEN))
+    for j in tl.static_range(n):
+        product = _over_splits(partial, start + j, OUTPUTS + 1, SPLITS, PADDED_SPLITS)
+        gate = _sigmoid(inverse * product * tl.load(alpha) + tl.load(bias + j))
+        tl.store(pre + row * n + j, gate)
+        gates = gates + (gate,)
+    if COPIES:
+        gates = (_total(gates),)
+    square, parts = tl.zeros((COLUMNS,), tl.float32), ()
+    for part in tl.static_range(PARTS):
+        out = tl.zeros((COLUMNS,), tl.float32)
+        for j in tl.static_range(KINDS):
+            out += gates[j] * streams[part * KINDS + j].to(tl.float32)
+        at = part * COLUMNS + place
+        if NORMS:
+            parts, square = parts + (out,), square + out * out
+        else:
+            tl.store(u + row * HIDDEN + at, out.to(u.dtype.element_ty), mask=at < HIDDEN)
+    if NORMS:
+        own = tl.rsqrt(tl.sum(square, 0) / HIDDEN + eps)
+        tl.store(inverse_root + row, own)
+        for part in tl.static_range(len(parts)):
+            column = part * COLUMNS + place
+            inside, normed, to = column < HIDDEN, parts[part] * own, row * HIDDEN + column
+            tl.store(out_1 + to, (normed * _load(weight_1, column, inside)).to(out_1.dtype.element_ty), mask=inside)
+            if NORMS == 3:
+                tl.store(out_2 + to, (normed * _load(weight_2, column, inside)).to(out_2.dtype.element_ty), mask=inside)
+                tl.store(out_3 + to, normed * _load(weight_3, column, inside) * factor, mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _read(partial, alpha, bias, x, u, pre, post, res, projected, root, weight_1, weight_2, weight_3, out_1, out_2, out_3, inverse_root,
+          factor, eps, num_rows, HIDDEN: tl.constexpr, n: tl.constexpr, STREAMS: tl.constexpr, ITERATIONS: tl.constexpr,
+          SPLITS: tl.constexpr, PADDED_SPLITS: tl.constexpr, COLUMNS: tl.constexpr, NORMS: tl.constexpr, COPIES: tl.constexpr,
+          TOKENS: tl.constexpr, DEPENDENT: tl.constexpr):
+    """The first programs make the mappings of TOKENS tokens each; their rounds wait for nothing but themselves, and others read meanwhile,
+    a token each, the last ones first, which were written last and may be in the cache."""
+    after_last(DEPENDENT)
+    maps = tl.num_programs(0) - num_rows
+    if tl.program_id(0) < maps:
+        _map(partial, alpha, bias, post, res, projected, root, tl.program_id(0) * TOKENS, num_rows, n * HIDDEN, n, STREAMS, ITERATIONS,
+             SPLITS, TOKENS)
+    else:
+        _read_token(partial, alpha, bias, x, u, pre, weight_1, weight_2, weight_3, out_1, out_2, out_3, inverse_root, factor, eps,
+                    (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64), HIDDEN, n, SPLITS, PADDED_SPLITS, COLUMNS, NORMS, COPIES)
 
 
 @triton.jit
@@ -280,21 +317,23 @@ def read(x: Tensor, partial: Tensor, alpha: Tensor, bias: Tensor, num_streams: i
     """(made, norms of u, their inverse root [T]) of x [T, nC], with `copies` of x [T, C] in every stream, of which `partial` is the
     projection (hyper_connection_projection.project).
 
-    made: u = H_pre x [T, C] in the dtype of x; then fp32 H_pre [T, n], H_post [T, n], H_res [T, n, n], x W^T [T, O], |x| / sqrt(nC) [T].
+    made: u = H_pre x [T, C] in the dtype of x, None where norms of it are made; then fp32 H_pre [T, n], H_post [T, n], H_res [T, n, n],
+    x W^T [T, O], |x| / sqrt(nC) [T].
     """
     (num_rows, width), outputs, n = x.shape, len(bias), num_streams
     hidden, warps = width if copies else width // n, READ_WARPS
-    u = x.new_empty(num_rows, hidden)
+    u = None if norms.weights else x.new_empty(num_rows, hidden)
     shapes = (num_rows, n), (num_rows, n), (num_rows, n, n), (num_rows, outputs), (num_rows,)
     made = tuple(torch.empty(shape, dtype=torch.float32, device=x.device) for shape in shapes)
-    normed = tuple(torch.empty_like(u, dtype=torch.float32 if which == 2 else None) for which in range(len(norms.weights)))
+    normed = tuple(x.new_empty(num_rows, hidden, dtype=torch.float32 if which == 2 else None) for which in range(len(norms.weights)))
     inverse_root = torch.empty_like(made[-1])
     if num_rows:
-        _read[(num_rows,)](
+        tokens = TOKENS * warps
+        _read[(triton.cdiv(num_rows, tokens) + num_rows,)](
             partial, alpha, bias, x, u, *made, *norms.three, *normed, *[None] * (3 - len(normed)), inverse_root, norms.factor, norms.eps,
-            HIDDEN=hidden, n=n, STREAMS=next_power_of_2(n), ITERATIONS=iterations, SPLITS=partial.shape[1],
-            COLUMNS=min(READ_NUMBERS * 32 * warps, next_power_of_2(hidden)), NORMS=len(normed),
-            COPIES=copies, num_warps=warps, **dependent(x.device))
+            num_rows, HIDDEN=hidden, n=n, STREAMS=next_power_of_2(n), ITERATIONS=iterations, SPLITS=partial.shape[1],
+            PADDED_SPLITS=next_power_of_2(partial.shape[1]), COLUMNS=min(READ_NUMBERS * 32 * warps, next_power_of_2(hidden)),
+            NORMS=len(normed), COPIES=copies, TOKENS=tokens, num_warps=warps, **dependent(x.device))
     return (u, *made), normed, inverse_root
 
 

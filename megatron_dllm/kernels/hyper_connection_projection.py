@@ -46,8 +46,8 @@ def _project(x, y, post, res, scale, new, weight, partial, num_rows, HIDDEN: tl.
              OUTPUTS: tl.constexpr, PADDED: tl.constexpr, PIECES: tl.constexpr, HAS_SCALE: tl.constexpr, MERGES: tl.constexpr,
              COPIES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
              DEPENDENT: tl.constexpr):
-    """partial [T, splits, O]: the products of our columns of `new` = (H_res x + H_post^T y) * scale, which is written too, or without
-    MERGES of x. COPIES: x is [T, C], and every stream the same."""
+    """partial [T, splits, O + 1]: the products of our columns of `new` = (H_res x + H_post^T y) * scale, which is written too, or without
+    MERGES of x, and last the sum of their squares. COPIES: x is [T, C], and every stream the same."""
     after_last(DEPENDENT)
     WIDTH: tl.constexpr = n * HIDDEN
     split, output, place, stream = tl.program_id(0), tl.arange(0, PADDED), tl.arange(0, ROWS), tl.arange(0, STREAMS)
@@ -66,7 +66,7 @@ def _project(x, y, post, res, scale, new, weight, partial, num_rows, HIDDEN: tl.
         for j in tl.static_range(1, n):
             together += mixes[j]
         none, nothing = tl.zeros((ROWS, 16), tl.bfloat16), tl.zeros((16, STREAMS * COLUMNS), tl.bfloat16)
-    product = tl.zeros((ROWS, PADDED), tl.float32)
+    product, square = tl.zeros((ROWS, PADDED), tl.float32), tl.zeros((ROWS,), tl.float32)
     for step in tl.range(0, STEPS, num_stages=STAGES):
         begin = (step * tl.num_programs(0) + split) * COLUMNS  # neighbours at once: a row of memory is opened once for all
         column, wide = begin + tl.arange(0, COLUMNS), of_stream * HIDDEN + begin + within
@@ -91,8 +91,15 @@ def _project(x, y, post, res, scale, new, weight, partial, num_rows, HIDDEN: tl.
             values = tl.load(x + start + place[:, None] * HIDDEN + (begin + within)[None, :], mask=here, other=0.0)
         else:
             values = tl.load(x + start * n + place[:, None] * WIDTH + wide[None, :], mask=here, other=0.0)
+        if MERGES and PIECES > 1:
+            # As `values` are, but for ties. Made of those they would be converted one at a time, where now it is two.
+            bits = (tl.reshape(out, (ROWS, STREAMS * COLUMNS)).to(tl.int32, bitcast=True) + 0x8000) & -0x10000
+            numbers = bits.to(tl.float32, bitcast=True)
+        else:
+            numbers = values.to(tl.float32)
+        square += tl.sum(numbers * numbers, 1)
         if PIECES == 1:
-            values = values.to(tl.float32)
+            values = numbers
         # Products of bf16 are exact. They are added to the rest outside of the product: tensor cores cut sums off instead of rounding
         # them, and 264 cuts to one side are an error of 5e-6.
         part = tl.zeros((ROWS, PADDED), tl.float32)
@@ -101,8 +108,9 @@ def _project(x, y, post, res, scale, new, weight, partial, num_rows, HIDDEN: tl.
                               mask=in_outputs[None, :] & inside[:, None], other=0.0)
             part = tl.dot(values, factors, part, input_precision="tf32x3")
         product += part
-    at = (row * tl.num_programs(0) + split) * OUTPUTS
+    at = (row * tl.num_programs(0) + split) * (OUTPUTS + 1)
     tl.store(partial + at[:, None] + output[None, :], product, mask=in_rows[:, None] & in_outputs[None, :])
+    tl.store(partial + at + OUTPUTS, square, mask=in_rows)
 
 
 def pieces_of(dtype: torch.dtype) -> tuple[int, torch.dtype]:
@@ -111,7 +119,8 @@ def pieces_of(dtype: torch.dtype) -> tuple[int, torch.dtype]:
 
 
 def project(x: Tensor, weight: Tensor, num_streams: int) -> Tensor:
-    """fp32 [T, splits, O], whose sum over the splits is x W^T, of x [T, nC], or of x [T, C] in every stream, and W [O, nC]."""
+    """fp32 [T, splits, O + 1], whose sum over the splits is x W^T and |x|^2, of x [T, nC], or of x [T, C] in every stream, and W [O, nC].
+    """
     return _launch(x, None, None, None, None, None, weight, num_streams)
 
 
@@ -127,7 +136,7 @@ def _launch(x: Tensor, y: Tensor | None, post: Tensor | None, res: Tensor | None
     hidden = width // n
     steps = min(STEPS, triton.cdiv(hidden, COLUMNS))
     splits = triton.cdiv(hidden, COLUMNS * steps)
-    partial = torch.empty(num_rows, splits, outputs, dtype=torch.float32, device=x.device)
+    partial = torch.empty(num_rows, splits, outputs + 1, dtype=torch.float32, device=x.device)
     if num_rows:
         pieces, of = pieces_of(x.dtype)
         factor = weight

@@ -23,13 +23,15 @@ COLUMNS = 1024  # of each stream that a program of 4 warps holds: 8 numbers a th
 LANES, NUMBERS = 32, 8  # 87 registers a thread
 SUMS = 1024  # that a program adds up
 # Of `_read_backward`: columns of each stream in a tile, warps; then tokens in a tile, programs that share the tokens, stages and registers
-# a thread, in LARGE for bf16 where shared memory is large. On an H200 4,096 of 5,120 tokens of 4 x 2816, sums included, took 0.136 ms with
-# LARGE and 1,024 tokens 0.047; 64 tokens, 3 programs and 2 stages 0.136 and 0.051, 8 warps 0.165 and more, 16 columns 0.200 and more.
+# a thread, in LARGE for bf16 where shared memory is large. On an H200 5,120 tokens of 4 x 2816, sums included, took 0.140 ms with LARGE;
+# 4 programs, 3 stages and 168 registers 0.149, 64 tokens and 2 stages 0.159, 6 programs of 128 registers 0.173 and more. Without its
+# products it takes as long: it is bound by what it loads.
 TILE_COLUMNS, WARPS = 32, 4
-LARGE, SMALL = (32, 4, 3, 168), (64, 3, 1, None)
-# Of `_normed_products`: warps, programs a processor, rows that are there or on the way, and the shared memory for these. 5,120 tokens, four
-# fifths of them live, took 0.053 ms with one norm and 0.083 with three; a row at a time 0.053 and 0.087.
-NORM_WARPS, NORM_PROGRAMS, NORM_STAGES, NORM_SHARED = 8, 2, 2, 220_000
+LARGE, SMALL = (32, 3, 4, 255), (64, 3, 1, None)
+# Of `_normed_products`: warps, programs a processor, rows that are there or on the way with three norms and with one, the shared memory for
+# these, and registers a thread. 5,120 tokens took 0.099 ms with three norms and 0.056 with one; the other number of rows 0.112 and 0.064.
+NORM_WARPS, NORM_PROGRAMS, NORM_STAGES, NORM_SHARED = 8, 2, {3: 2, 1: 1}, 220_000
+NORM_REGISTERS = 128  # two programs of 8 warps fit a processor
 ADD_ROWS, NORM_ROWS, NORM_COLUMNS = 256, 128, 32  # of tiles of parts that are added up
 
 
@@ -71,29 +73,40 @@ def _joined(values, n: tl.constexpr, STREAMS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["num_live"])
-def _normed_products(x, u, inverse_root, weight_1, weight_2, weight_3, grad_1, grad_2, grad_3, du, dpre, partial, factor,
-                     num_live, HIDDEN: tl.constexpr, n: tl.constexpr, STREAMS: tl.constexpr, COLUMNS: tl.constexpr, NORMS: tl.constexpr,
-                     WANTS_WEIGHTS: tl.constexpr, STAGES: tl.constexpr, COPIES: tl.constexpr, DEPENDENT: tl.constexpr):
-    """du [T, C] from the gradients of NORMS (1 or 3) norms of u, the third of which was times `factor`; then dpre [T, n]: each stream times
-    it. partial [programs, NORMS, C]: the gradients of the norms' weights. A program has some of the tokens,
-    and of each of them all columns in registers, in parts of COLUMNS; the next token is fetched meanwhile."""
+def _normed_products(x, pre, inverse_root, weight_1, weight_2, weight_3, grad_1, grad_2, grad_3, du, dpre, partial, factor,
+                     num_live, HIDDEN: tl.constexpr, n: tl.constexpr, STREAMS: tl.constexpr, COLUMNS: tl.constexpr,
+                     NEIGHBOURS: tl.constexpr, NORMS: tl.constexpr, WANTS_WEIGHTS: tl.constexpr, STAGES: tl.constexpr,
+                     COPIES: tl.constexpr, DEPENDENT: tl.constexpr):
+    """du [T, C] from the gradients of NORMS (1 or 3) norms of u = H_pre x, the third of which was times `factor`; then dpre [T, n]: each
+    stream times it. partial [programs, NORMS, C]: the gradients of the norms' weights. A program has some of the tokens,
+    and of each of them all columns in registers, in parts of COLUMNS; the next token is fetched meanwhile.
+
+    With t the weighted sum of the gradients, du = root (t - root u s), where s = root t u / C: t x and u x, which are summed at once,
+    give s and dpre.
+    """
     after_last(DEPENDENT)
     PARTS: tl.constexpr = (HIDDEN + COLUMNS - 1) // COLUMNS
-    column, stream, program, programs = tl.arange(0, COLUMNS), tl.arange(0, STREAMS), tl.program_id(0), tl.num_programs(0)
+    LANES: tl.constexpr = COLUMNS // NEIGHBOURS
+    column = tl.arange(0, LANES)[:, None] * NEIGHBOURS + tl.arange(0, NEIGHBOURS)[None, :]
+    stream, program, programs = tl.arange(0, STREAMS), tl.program_id(0), tl.num_programs(0)
     ROW: tl.constexpr = HIDDEN if COPIES else n * HIDDEN
     STRIDE: tl.constexpr = 0 if COPIES else HIDDEN
-    none = tl.zeros((COLUMNS,), tl.float32)
+    none, nothing = tl.zeros((LANES, NEIGHBOURS), tl.float32), tl.zeros((LANES,), tl.float32)
     dweights_1, dweights_2, dweights_3 = (none,) * PARTS, (none,) * PARTS, (none,) * PARTS
     for step in tl.range(0, tl.cdiv(num_live - program, programs), num_stages=STAGES):
         row = (num_live - 1 - program - step * programs).to(tl.int64)  # the last first: see `_read_products`
-        root, along = tl.load(inverse_root + row), none
-        streams, normeds, totals, sums_1, sums_2, sums_3 = (), (), (), (), (), ()
+        root, gates = tl.load(inverse_root + row), ()
+        for i in tl.static_range(n):
+            gates = gates + (tl.load(pre + row * n + i),)
+        reads, totals, sums_1, sums_2, sums_3, of_totals, of_reads = (), (), (), (), (), (nothing,) * n, (nothing,) * n
         for part in tl.static_range(PARTS):
             at = part * COLUMNS + column
             inside, here = at < HIDDEN, row * HIDDEN + at
+            read, streams = none, ()
             for i in tl.static_range(n):
-                streams = streams + (tl.load(x + row * ROW + i * STRIDE + at, mask=inside, other=0.0),)
-            normed, grad = _load(u, here, inside) * root, _load(grad_1, here, inside)
+                streams = streams + (_load(x + row * ROW + i * STRIDE, at, inside),)
+                read += gates[i] * streams[i]
+            normed, grad = read * root, _load(grad_1, here, inside)
             if WANTS_WEIGHTS:
                 sums_1 = sums_1 + (dweights_1[part] + grad * normed,)
             total = grad * _load(weight_1, at, inside)
@@ -103,22 +116,23 @@ def _normed_products(x, u, inverse_root, weight_1, weight_2, weight_3, grad_1, g
                     sums_2 = sums_2 + (dweights_2[part] + other * normed,)
                     sums_3 = sums_3 + (dweights_3[part] + third * normed,)
                 total += other * _load(weight_2, at, inside) + third * _load(weight_3, at, inside)
-            along += total * normed
-            normeds, totals = normeds + (normed,), totals + (total,)
+            added, more = (), ()
+            for i in tl.static_range(n):
+                added, more = added + (of_totals[i] + tl.sum(streams[i] * total, 1),), more + (of_reads[i] + tl.sum(streams[i] * read, 1),)
+            of_totals, of_reads, reads, totals = added, more, reads + (read,), totals + (total,)
         if WANTS_WEIGHTS:
             dweights_1 = sums_1
             if NORMS == 3:
                 dweights_2, dweights_3 = sums_2, sums_3
-        share, products = tl.sum(along, 0) / HIDDEN, (none,) * n
+        both = tl.sum(tl.join(_joined(of_totals, n, STREAMS), _joined(of_reads, n, STREAMS)), 0)
+        of_total, of_read = tl.split(both)
+        gate = tl.load(pre + row * n + stream, mask=stream < n, other=0.0)
+        share = root * root * tl.sum(gate * of_total, 0) / HIDDEN
         for part in tl.static_range(PARTS):
             at = part * COLUMNS + column
-            out = (root * (totals[part] - normeds[part] * share)).to(du.dtype.element_ty)
-            tl.store(du + row * HIDDEN + at, out, mask=at < HIDDEN)
-            added = ()
-            for i in tl.static_range(n):
-                added = added + (products[i] + streams[part * n + i].to(tl.float32) * out.to(tl.float32),)
-            products = added
-        tl.store(dpre + row * n + stream, tl.sum(_joined(products, n, STREAMS), 0), mask=stream < n)
+            out = root * (totals[part] - reads[part] * share)
+            tl.store(du + row * HIDDEN + at, out.to(du.dtype.element_ty), mask=at < HIDDEN)
+        tl.store(dpre + row * n + stream, root * (of_total - of_read * share), mask=stream < n)
     if WANTS_WEIGHTS:
         for part in tl.static_range(PARTS):
             at = part * COLUMNS + column
@@ -365,25 +379,26 @@ def read_products(x: Tensor, du: Tensor, num_live: int) -> Tensor:
     return dpre
 
 
-def normed_products(x: Tensor, u: Tensor, inverse_root: Tensor, norms: Norms, grads: Sequence[Tensor], num_live: int, *,
+def normed_products(x: Tensor, pre: Tensor, inverse_root: Tensor, norms: Norms, grads: Sequence[Tensor], num_live: int, *,
                     num_streams: int, wants_weights: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """`read_products` of a du [T, C] that is made here too, in the first `num_live` rows, from the gradients of `norms` of u; (du, dH_pre,
-    and fp32 [P, norms * C], whose sum over P is the gradients of the norms' weights, if they are wanted)."""
-    hidden, n, count = u.shape[1], num_streams, len(norms.weights)
-    du, dpre = torch.empty_like(u), torch.empty(num_live, n, dtype=torch.float32, device=x.device)
+    """`read_products` of a du [T, C] that is made here too, in the first `num_live` rows, from the gradients of `norms` of u = H_pre x;
+    (du, dH_pre, and fp32 [P, norms * C], whose sum over P is the gradients of the norms' weights, if they are wanted)."""
+    hidden, n, count = grads[0].shape[1], num_streams, len(norms.weights)
+    du, dpre = x.new_empty(len(x), hidden), torch.empty(num_live, n, dtype=torch.float32, device=x.device)
     programs = min(num_live, NORM_PROGRAMS * processors(x.device))
     partial = dpre.new_empty(programs, count * hidden) if wants_weights else None
     # A wide row is held by more warps, and the next one is fetched where it fits beside it.
     warps, columns = (NORM_WARPS, COLUMNS) if hidden <= 4096 else (16, 2 * COLUMNS)
     columns = _columns(hidden, columns)
-    sizes = (n + 1) * x.element_size() + sum(t.element_size() for t in (*grads, *norms.weights))
+    sizes = n * x.element_size() + sum(t.element_size() for t in (*grads, *norms.weights))
     row = triton.cdiv(hidden, columns) * columns * sizes
-    stages = NORM_STAGES if has_large_shared_memory(x.device) and (NORM_STAGES - 1) * row <= NORM_SHARED else 1
+    stages = NORM_STAGES[count] if has_large_shared_memory(x.device) and (NORM_STAGES[count] - 1) * row <= NORM_SHARED else 1
     if num_live:
         _normed_products[(programs,)](
-            x, u, inverse_root, *norms.three, *grads, *[None] * (3 - count), du, dpre, partial, norms.factor, num_live, HIDDEN=hidden, n=n,
-            STREAMS=next_power_of_2(n), COLUMNS=columns, NORMS=count, WANTS_WEIGHTS=wants_weights, STAGES=stages,
-            COPIES=x.shape[1] < n * hidden, num_warps=warps, **dependent(x.device, early=False))
+            x, pre, inverse_root, *norms.three, *grads, *[None] * (3 - count), du, dpre, partial, norms.factor, num_live, HIDDEN=hidden,
+            n=n, STREAMS=next_power_of_2(n), COLUMNS=columns, NEIGHBOURS=min(4, columns), NORMS=count, WANTS_WEIGHTS=wants_weights,
+            STAGES=stages, COPIES=x.shape[1] < n * hidden, num_warps=warps, maxnreg=NORM_REGISTERS if warps == NORM_WARPS else None,
+            **dependent(x.device, early=False))
     return du, dpre, partial
 
 

@@ -395,7 +395,7 @@ class _Read(torch.autograd.Function):
 
 
 class _ReadNormed(torch.autograd.Function):
-    """`_Read` by kernels, with norms of u in its place. Saved beside that: u, and the norms' inverse root."""
+    """`_Read` by kernels, with norms of u in its place. Saved beside that: the norms' inverse root."""
 
     @staticmethod
     def forward(ctx, x, weight, alpha, bias, num_streams, iterations, chain, scale, num_live, projection, factor, eps, back, *norm_weights):
@@ -404,11 +404,11 @@ class _ReadNormed(torch.autograd.Function):
         x, norms = x.contiguous(), hyper_connection_mappings.Norms(norm_weights, eps, factor)
         if projection is None:
             projection = hyper_connection_projection.project(x, weight, num_streams)
-        (u, pre, post, res, projected, root), normed, inverse_root = hyper_connection_mappings.read(
+        (_, pre, post, res, projected, root), normed, inverse_root = hyper_connection_mappings.read(
             x, projection, alpha, bias, num_streams, iterations, norms, copies=x.shape[1] < weight.shape[1])
         ctx.shape, ctx.num_live, ctx.of_norms = (num_streams, iterations), len(x) if num_live is None else num_live, (eps, factor)
         ctx.back = back
-        ctx.source = _Source.of(ctx, x, chain, u, inverse_root, pre, res, projected, root, scale, weight, alpha, bias, *norm_weights)
+        ctx.source = _Source.of(ctx, x, chain, inverse_root, pre, res, projected, root, scale, weight, alpha, bias, *norm_weights)
         return *normed, x, post, res
 
     @staticmethod
@@ -418,10 +418,10 @@ class _ReadNormed(torch.autograd.Function):
 
         *dnormed, grad, dpost, dres = grads
         dnormed, grad = [d.contiguous() for d in dnormed], ctx.back.pop() if ctx.back else grad
-        x, u, inverse_root, pre, res, projected, root, scale, weight, alpha, bias, *norm_weights = ctx.source.tensors(ctx)
+        x, inverse_root, pre, res, projected, root, scale, weight, alpha, bias, *norm_weights = ctx.source.tensors(ctx)
         norms, wants = hyper_connection_mappings.Norms(tuple(norm_weights), *ctx.of_norms), ctx.needs_input_grad[13:]
         du, dpre, of_norms = hyper_connection_streams.normed_products(
-            x, u, inverse_root, norms, dnormed, ctx.num_live, num_streams=ctx.shape[0], wants_weights=any(wants))
+            x, pre, inverse_root, norms, dnormed, ctx.num_live, num_streams=ctx.shape[0], wants_weights=any(wants))
         gradients = _read_backward(x, Weights(weight, alpha, bias, *ctx.shape), Mapped(pre, None, res, projected, root), du, dpre, grad,
                                    scale, dpost, dres, norm_weights, of_norms)
         of_weights = gradients[4:] or [None] * len(wants)

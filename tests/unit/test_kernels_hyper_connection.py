@@ -129,7 +129,9 @@ def test_merge(shape, dtype, scaled, device):
     weight = draw(n * n + 2 * n, n * hidden, seed=10, dtype=torch.float32, device=device)
     new, projected = projection.merge_and_project(*given, weight)
     assert_close([new], [theirs], [exact])
-    assert_close([projected.sum(1)], [new.float() @ weight.T], [new.double() @ weight.double().T])
+    product_and_square = [torch.cat([values @ factor.T, values.square().sum(1, keepdim=True)], 1)
+                          for values, factor in ((new.float(), weight), (new.double(), weight.double()))]
+    assert_close([projected.sum(1)], product_and_square[:1], product_and_square[1:])
     given = [x, y, mix[0], given[-1], grad]
     assert_close(kernel.merge_backward(*given, tokens), plain.mixed_backward_in_torch(*given),
                  plain.mixed_backward_in_torch(*doubled(given)))
