@@ -93,6 +93,10 @@ class TrainingConfig:
     cuda_graph_token_multiple: int = flag(
         "Fill each microbatch's clean tokens up to a multiple of this, so that texts of many lengths share a few graphs; with --packing, "
         "--micro-batch-size times --seq-length gives one length.", 1)
+    cuda_graph_canvas_multiple: int | None = flag(
+        "Fill each microbatch's canvases up to a multiple of so many too, decode each of them twice (where no coin asks for it, without "
+        "the draft's signal), keep all keys and score all tokens, filled in ones without weight: microbatches of one length then have one "
+        "form, whatever their documents and coins, up to some 4096 tokens. The loss is the same.", None)
     exit_duration_in_mins: int | None = flag("Save and stop after this many minutes.", None)
     exit_interval: int | None = flag("Save and stop at the first step that this number divides.", None)
     exit_signal: Literal["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2"] = flag(

@@ -6,7 +6,7 @@ row goes to which (data-parallel rank, microbatch), and the global denominators 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -54,6 +54,12 @@ class PlannedExample:
     noise: int  # floor(t * 2^32): a token is replaced when its 32-bit draw is below
     self_conditioned: bool
     scored_fill: bool
+    always_drafted: bool = False  # decoded twice whatever its coin says, which then says whether the draft is used
+
+    @property
+    def has_draft(self) -> bool:
+        """Whether its canvases go through the second loop."""
+        return self.self_conditioned or self.always_drafted
 
     @property
     def noise_level(self) -> float:
@@ -98,7 +104,7 @@ class Microbatch:
     @property
     def self_conditioned(self) -> bool:
         """Whether any canvas takes a second loop."""
-        return any(example.self_conditioned for example in self.examples)
+        return any(example.has_draft for example in self.examples)
 
 
 @dataclass(frozen=True)
@@ -121,6 +127,14 @@ class BatchPlan:
     def second_loop(self, microbatch: int) -> bool:
         """Whether any rank has a self-conditioned row in its microbatch of this number: then all of them run the second loop."""
         return any(rank[microbatch].self_conditioned for rank in self.microbatches)
+
+    def with_every_draft(self) -> BatchPlan:
+        """The same batch and losses with every canvas decoded twice, so that microbatches are alike; drafts that no coin asks for are not
+        used."""
+        def drafted(microbatch: Microbatch) -> Microbatch:
+            return Microbatch(tuple(tuple(replace(example, always_drafted=True) for example in row) for row in microbatch.rows))
+
+        return replace(self, microbatches=tuple(tuple(map(drafted, rank)) for rank in self.microbatches))
 
 
 @dataclass(frozen=True)

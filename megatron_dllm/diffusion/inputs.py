@@ -93,7 +93,8 @@ class JointInputs:
 class MicrobatchInputs:
     """See DiffusionGemma.forward. `second_pass` is None when no canvas of the microbatch is self-conditioned, and where drafts are made
     beforehand (`draft`): then the first pass holds clean tokens and canvases, and is the only one with a gradient. With `joint` all that is
-    scored is scored after both passes, in the places of the first."""
+    scored is scored after both passes, in the places of the first. `left_out` bool [T]: of the tokens that are decoded twice, all canvases
+    then, those without their draft's signal (None: none)."""
 
     clean: StreamInputs
     canvas: StreamInputs
@@ -107,6 +108,7 @@ class MicrobatchInputs:
     further: FurtherInputs | None = None
     draft: DraftInputs | None = None
     joint: JointInputs | None = None
+    left_out: Tensor | None = None
 
 
 def to_device(value, device: torch.device):
@@ -116,7 +118,7 @@ def to_device(value, device: torch.device):
 
 def microbatch_inputs(streams: Streams, config: ModelConfig, *, dtype: torch.dtype, uniform_null: bool = False,
                       leave_one_out: bool = False, second_loop: bool = False, passes: PassOrder = "shared", mtp_scale: float = 0.1,
-                      scored_multiple: int = 1, packed: Set[str] = frozenset(),
+                      scored_multiple: int = 1, one_form: bool = False, packed: Set[str] = frozenset(),
                       device: torch.device = CPU,
                       split: SequenceSplit = SequenceSplit(),  # noqa: B008 (immutable)
                       context_split: ContextSplit = ContextSplit()) -> MicrobatchInputs:  # noqa: B008 (immutable)
@@ -127,13 +129,14 @@ def microbatch_inputs(streams: Streams, config: ModelConfig, *, dtype: torch.dty
     `passes`: with "apart" drafts are made beforehand (see DraftInputs): clean tokens go forward twice; all has its backward at once. With
     "joint" that is so although they go forward once (see JointInputs).
     `scored_multiple`: each pass's scored tokens are filled up to a multiple, by some that weigh nothing.
+    `one_form`: what varies with the documents is filled up to its most: all clean keys are kept, all tokens scored, some with no weight.
     `packed`: the layer types whose attention Transformer Engine computes.
     """
     shared = SharedMicrobatch.of(streams.visibility, context_split)
     clean, canvas = streams.clean.select(shared.own_clean), streams.canvas.select(shared.own_canvas)
     again, level, bonus = (x[shared.own_canvas] for x in (streams.self_conditioned, streams.noise_level, streams.observed_bonus))
     everyones_drafts = np.concatenate([np.zeros(len(streams.clean), bool), streams.self_conditioned])
-    kept = _kept(streams, everyones_drafts, config) if second_loop or everyones_drafts.any() else None
+    kept = _kept(streams, everyones_drafts, config, all_of_them=one_form) if second_loop or everyones_drafts.any() else None
     place = {"device": device, "dtype": dtype}
     linear, words = "linear" in config.layer_types, streams.dropout
     canvas_words, draft = None if words is None else words.canvas, None
@@ -141,12 +144,14 @@ def microbatch_inputs(streams: Streams, config: ModelConfig, *, dtype: torch.dty
     joint = None if passes != "joint" or kept is None else JointInputs(
         None if again.all() else _tensor(np.flatnonzero(again), device), Rows.of(np.flatnonzero(everyones_drafts), device))
     if passes == "apart" and kept is not None:
+        assert not one_form, "drafts beforehand see clean tokens by their number"
         draft, kept = _draft_inputs(streams, kept["full"], config, packed=packed, **place), None
         canvas_words = None if words is None else np.where(again, words.second, words.canvas)
         again = np.zeros_like(again)
     drafts = np.concatenate([np.zeros(len(clean), bool), again])
-    score = partial(_scored, leave_one_out=leave_one_out, multiple=scored_multiple, **place)
+    score = partial(_scored, leave_one_out=leave_one_out, multiple=None if one_form else scored_multiple, **place)
     kinds = np.where(np.arange(len(streams.clean)) < len(streams.clean) - streams.num_fill, CLEAN, FILL)[shared.own_clean]
+    canvas_kinds = np.where(np.arange(len(streams.canvas)) < len(streams.canvas) - streams.num_fill_canvas, CANVAS, FILL)[shared.own_canvas]
     # A draft is scored nowhere, its signal has no gradient, and no other token sees it. (In a joint backward canvases stand there.)
     num_live = len(clean) if len(canvas) and again.all() and joint is None else None
     handed_on = None if kept is None or joint else {kind: shared.own_kept(kept[kind]) for kind in LAYER_TYPES}
@@ -154,10 +159,11 @@ def microbatch_inputs(streams: Streams, config: ModelConfig, *, dtype: torch.dty
     first_pass = token_pass(
         config, dict.fromkeys(LAYER_TYPES, streams.visibility), np.concatenate([clean.positions, canvas.positions]), num_clean=len(clean),
         kept=handed_on, shards=shared.first_pass(), device=device, split=split,
-        routed=_routed(np.concatenate([kinds, np.where(again, DRAFT, CANVAS)]), streams, num_live=num_live, **place),
+        routed=_routed(np.concatenate([kinds, np.where(again & (canvas_kinds == CANVAS), DRAFT, canvas_kinds)]), streams, num_live=num_live,
+                       **place),
         runs=first_runs(streams.visibility, None if kept is None else streams.self_conditioned) if linear else None,
         draws=None if words is None else np.concatenate([words.clean[shared.own_clean], canvas_words[shared.own_canvas]]),
-        num_live=num_live, packed=packed, replaced=joint and joint.places)
+        num_live=num_live, packed=packed, replaced=joint and joint.places, one_form=one_form)
     first_scored = score([(clean, np.zeros(len(clean), np.int64), None), (canvas, canvas_group, bonus)],
                          ~drafts if joint is None else np.ones_like(drafts))
     second_pass = second_scored = None
@@ -168,8 +174,7 @@ def microbatch_inputs(streams: Streams, config: ModelConfig, *, dtype: torch.dty
             seen = {kind: streams.visibility.against_kept(everyones_drafts, kept[kind]) for kind in LAYER_TYPES}
         second_pass = token_pass(
             config, seen, canvas.positions[again], num_clean=0, shards=shared.second_pass(kept, streams.self_conditioned), device=device,
-            split=split, replaces=joint is not None,
-            routed=_routed(np.full(int(again.sum()), CANVAS), streams, **place),
+            split=split, replaces=joint is not None, one_form=one_form, routed=_routed(canvas_kinds[again], streams, **place),
             runs=second_runs(streams.visibility, streams.self_conditioned) if linear else None,
             draws=None if words is None else words.second[shared.own_canvas][again], packed=packed)
         if not joint:
@@ -179,7 +184,8 @@ def microbatch_inputs(streams: Streams, config: ModelConfig, *, dtype: torch.dty
         first_pass=first_pass, first_scored=first_scored, draft_rows=_tensor(np.flatnonzero(drafts), device),
         second_tokens=_tensor(canvas.tokens[again], device), second_pass=second_pass, second_scored=second_scored,
         further=_further(streams, config, mtp_scale, context_split=context_split, split=split, packed=packed, **place)
-        if config.mtp_num_layers else None, draft=draft, joint=joint)
+        if config.mtp_num_layers else None, draft=draft, joint=joint,
+        left_out=None if streams.left_out is None else _tensor(streams.left_out[shared.own_canvas], device))
 
 
 def _draft_inputs(streams: Streams, seen: np.ndarray, config: ModelConfig, *, packed: Set[str], device: torch.device,
@@ -227,11 +233,13 @@ def _moved(clean: TokenStream, visibility: Visibility, places: int, scale: float
                        np.where(inside, clean.weights[later] * scale, 0.0))
 
 
-def _kept(streams: Streams, queries: np.ndarray, config: ModelConfig) -> dict[str, np.ndarray]:
+def _kept(streams: Streams, queries: np.ndarray, config: ModelConfig, *, all_of_them: bool = False) -> dict[str, np.ndarray]:
     """By layer type, the clean keys that the second loop reads: all before a canvas, or its last window - 1.
 
     Some that it does not read are kept with them, as far as there are any, so that their numbers, and with them the launches, are few.
     """
+    if all_of_them:
+        return dict.fromkeys(("full", "sliding"), np.arange(len(streams.clean)))
     seen = {"full": streams.visibility, "sliding": streams.visibility.windowed(config.window_size)}
     return {kind: _filled_up(visibility.kept_keys(queries), len(streams.clean)) for kind, visibility in seen.items()}
 
@@ -247,11 +255,12 @@ def _routed(stream: np.ndarray, streams: Streams, *, device: torch.device, dtype
 
 
 def _scored(parts: list[tuple[TokenStream, np.ndarray, np.ndarray | None]], here: np.ndarray, *, leave_one_out: bool = False,
-            multiple: int = 1, device: torch.device, dtype: torch.dtype) -> Scored:
+            multiple: int | None = 1, device: torch.device, dtype: torch.dtype) -> Scored:
+    """Those that are `here` and have a weight, filled up by others that are here to a multiple (None: by all of them)."""
     weights = np.concatenate([stream.weights for stream, _, _ in parts])
     marked = here & (weights > 0)
-    idle = np.flatnonzero(~(weights > 0))
-    rows = np.union1d(np.flatnonzero(marked), idle[:-int(marked.sum()) % multiple])
+    idle = np.flatnonzero(here & ~(weights > 0))
+    rows = np.union1d(np.flatnonzero(marked), idle if multiple is None else idle[:-int(marked.sum()) % multiple])
 
     def chosen(values: list[np.ndarray]) -> Tensor:
         return _tensor(np.concatenate(values)[rows], device)

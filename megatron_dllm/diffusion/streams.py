@@ -51,14 +51,17 @@ class DropoutWords:
     @classmethod
     def of(cls, microbatch: Microbatch) -> DropoutWords:
         """By document and position, so that no layout and no packing changes them."""
-        def drawn(purpose: Purpose, pieces: list[tuple[PlannedExample, int, int]]) -> np.ndarray:
-            parts = [example.key.words(purpose, start, count) for example, start, count in pieces]
+        def drawn(purpose: Purpose, pieces: list[tuple[PlannedExample, int, int]], otherwise: Purpose | None = None) -> np.ndarray:
+            parts = [example.key.words(purpose if otherwise is None or example.self_conditioned else otherwise, start, count)
+                     for example, start, count in pieces]
             return np.concatenate([np.zeros(0, np.uint64), *parts]).view(np.int64)
 
         clean = [(example, 0, example.fit.total) for example in microbatch.examples]
         canvas = [(example, example.canvas_start(number), example.fit.canvas_length)
                   for example in microbatch.examples for number in example.canvases]
-        return cls(drawn(Purpose.DROPOUT_CLEAN, clean), drawn(Purpose.DROPOUT_CANVAS, canvas), drawn(Purpose.DROPOUT_SECOND, canvas))
+        return cls(drawn(Purpose.DROPOUT_CLEAN, clean), drawn(Purpose.DROPOUT_CANVAS, canvas),
+                   # Without a draft's signal it is the first decoding that counts.
+                   drawn(Purpose.DROPOUT_SECOND, canvas, otherwise=Purpose.DROPOUT_CANVAS))
 
 
 @dataclass(frozen=True)
@@ -66,11 +69,13 @@ class Streams:
     """One microbatch. Visibility covers the clean queries, then the canvas queries.
 
     self_conditioned   bool [Tc], of the canvas tokens: which go through the second loop
+    left_out           bool [Tc]: which of these go through it without their draft's signal (None: none)
     noise_level        float64 [Tc]: t of each canvas token's example
     observed_bonus     float64 [Tc]: what the `loo` loss adds to the logit of the noisy token that is seen; zeros otherwise
     num_routed         tokens that routers' losses count, in the whole global batch
     dropout            words for dropout, if there is any
     num_fill           how many of the clean tokens, the last ones, are fill
+    num_fill_canvas    how many of the canvas tokens, the last ones, are
     """
 
     clean: TokenStream
@@ -82,6 +87,8 @@ class Streams:
     num_routed: int
     dropout: DropoutWords | None = None
     num_fill: int = 0
+    num_fill_canvas: int = 0
+    left_out: np.ndarray | None = None
 
 
 def build_streams(microbatch: Microbatch, tokens: Sequence[np.ndarray], objective: ObjectiveConfig, denominators: Denominators, *,
@@ -110,10 +117,12 @@ def build_streams(microbatch: Microbatch, tokens: Sequence[np.ndarray], objectiv
     bonus = np.zeros_like(level)
     if objective.diffusion_loss in ("loo", "reweighted-loo"):
         bonus = np.log1p(vocab_size * (1 - level) / level)  # arXiv 2605.22765
+    coin, drafted = (np.repeat([getattr(example, name) for _, _, example in extras], length).astype(bool)
+                     for name in ("self_conditioned", "has_draft"))
     return Streams(
-        _join(clean_parts), _join(canvas_parts), visibility,
-        np.repeat([example.self_conditioned for _, _, example in extras], length).astype(bool), level, bonus, denominators.routed,
-        DropoutWords.of(microbatch) if dropout else None)
+        _join(clean_parts), _join(canvas_parts), visibility, drafted, level, bonus, denominators.routed,
+        DropoutWords.of(microbatch) if dropout else None,
+        left_out=~coin if any(example.always_drafted for _, _, example in extras) else None)
 
 
 def _filled(example: PlannedExample, raw: np.ndarray, fill_token: int) -> np.ndarray:

@@ -93,10 +93,11 @@ def suits_attention(head_dim: int, dtype: torch.dtype, device: torch.device) -> 
 
 
 def attention_tiles(bounds: np.ndarray, num_keys: int, device: torch.device, *, tile: int = TILE,
-                    pairs_at_once: int = PAIRS_AT_ONCE, num_live: int | None = None) -> AttentionTiles:
+                    pairs_at_once: int = PAIRS_AT_ONCE, num_live: int | None = None, one_form: bool = False) -> AttentionTiles:
     """The lists for queries with `bounds` int64 [Q, 4] over `num_keys` flat keys. Chunks hold `pairs_at_once` pairs, or one query tile.
 
-    Only the first `num_live` queries (None: all) have a gradient that is not zero.
+    Only the first `num_live` queries (None: all) have a gradient that is not zero. one_form: lists of one chunk are filled up to the most
+    that so many queries and keys can have in one, whatever the bounds.
     """
     num_queries = len(bounds)
     query_tiles = -(-num_queries // tile)
@@ -104,12 +105,13 @@ def attention_tiles(bounds: np.ndarray, num_keys: int, device: torch.device, *, 
     padded[:num_queries] = bounds
     touched, full = _visible_tiles(padded, num_keys, tile)
     rows, masked = _rows(touched, full)
-    chunks, live = _chunks(touched, full, pairs_at_once, device), None
+    least = min(touched.size, pairs_at_once) if one_form else 0
+    chunks, live = _chunks(touched, full, pairs_at_once, least, device), None
     if num_live is not None:
         of_live = touched & (np.arange(query_tiles) < -(-num_live // tile))[:, None]
-        live = _chunks(of_live, full, pairs_at_once, device)
+        live = _chunks(of_live, full, pairs_at_once, least, device)
     return AttentionTiles(
-        _int32(padded, device), _int32(rows, device), _int32(_filled(masked, 0), device), chunks, num_queries, num_keys, tile, live)
+        _int32(padded, device), _int32(rows, device), _int32(_filled(masked, 0, least), device), chunks, num_queries, num_keys, tile, live)
 
 
 def _visible_tiles(bounds: np.ndarray, num_keys: int, tile: int) -> tuple[np.ndarray, np.ndarray]:
@@ -147,7 +149,7 @@ def _first(marks: np.ndarray) -> np.ndarray:
     return marks.argmax(1) if marks.shape[1] else np.zeros(len(marks), np.int64)
 
 
-def _chunks(touched: np.ndarray, full: np.ndarray, pairs_at_once: int, device: torch.device) -> tuple[Chunk, ...]:
+def _chunks(touched: np.ndarray, full: np.ndarray, pairs_at_once: int, least: int, device: torch.device) -> tuple[Chunk, ...]:
     bounds, held = [0], 0
     for query_tile, count in enumerate(touched.sum(1).tolist()):
         if held and held + count > pairs_at_once:
@@ -155,10 +157,10 @@ def _chunks(touched: np.ndarray, full: np.ndarray, pairs_at_once: int, device: t
             held = 0
         held += count
     bounds.append(len(touched))
-    return tuple(_chunk(touched, full, start, stop, device) for start, stop in zip(bounds, bounds[1:], strict=False))
+    return tuple(_chunk(touched, full, start, stop, least, device) for start, stop in zip(bounds, bounds[1:], strict=False))
 
 
-def _chunk(touched: np.ndarray, full: np.ndarray, start: int, stop: int, device: torch.device) -> Chunk:
+def _chunk(touched: np.ndarray, full: np.ndarray, start: int, stop: int, least: int, device: torch.device) -> Chunk:
     """Query tiles start to stop; the first chunk of all has at least the tiles without a pair, whose gradient is zero."""
     query, key = np.nonzero(touched[start:stop])
     query += start
@@ -168,15 +170,16 @@ def _chunk(touched: np.ndarray, full: np.ndarray, start: int, stop: int, device:
     by_key = np.bincount(key, minlength=touched.shape[1])
     slots = np.argsort(key, kind="stable")
     lists = (
-        _filled(np.stack([query, key, full[query, key]], axis=1), (-1, 0, 0)), np.stack([first, count], axis=1),
-        np.stack([np.cumsum(by_key) - by_key, by_key], axis=1), _filled(np.stack([slots, query[slots]], axis=1), 0))
+        _filled(np.stack([query, key, full[query, key]], axis=1), (-1, 0, 0), least), np.stack([first, count], axis=1),
+        np.stack([np.cumsum(by_key) - by_key, by_key], axis=1), _filled(np.stack([slots, query[slots]], axis=1), 0, least))
     return Chunk(*(_int32(values, device) for values in lists))
 
 
-def _filled(values: np.ndarray, fill) -> np.ndarray:
-    """`values` with rows of `fill` after them, up to one of eight lengths between a power of two and the next."""
-    step = max(next_power_of_2(len(values)) // 8, LEAST_LENGTH)
-    out = np.empty((max(-(-len(values) // step) * step, step), *values.shape[1:]), np.int64)
+def _filled(values: np.ndarray, fill, least: int) -> np.ndarray:
+    """`values` with rows of `fill` after them, up to one of eight lengths between a power of two and the next, from `least` on."""
+    length = max(len(values), least)
+    step = max(next_power_of_2(length) // 8, LEAST_LENGTH)
+    out = np.empty((max(-(-length // step) * step, step), *values.shape[1:]), np.int64)
     out[:len(values)], out[len(values):] = values, fill
     return out
 

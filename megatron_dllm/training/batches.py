@@ -13,7 +13,7 @@ from ..context_parallel.layout import ContextSplit
 from ..data.order import Order
 from ..data.source import ExampleSource
 from ..diffusion.batch_plan import BatchPlan, RowRequest, fit_example, plan_batch
-from ..diffusion.fill import SCORED_MULTIPLE, filled_up
+from ..diffusion.fill import SCORED_MULTIPLE, filled_up, filled_up_canvases
 from ..diffusion.inputs import MicrobatchInputs, PassOrder, microbatch_inputs
 from ..diffusion.random import DrawKey, Stream
 from ..diffusion.streams import build_streams
@@ -56,10 +56,17 @@ class BatchMaker:
 
     def batch(self, rows: Sequence[int], iteration: int) -> Batch:
         """The batch of these rows; `iteration` decides the canvas length where that has a schedule."""
-        plan = plan_batch(
-            [self._request(row, iteration) for row in rows], self.run.objective, micro_batch_size=self.run.training.micro_batch_size,
-            data_parallel_size=self.context.dp.size)
+        objective = self.run.objective
+        plan = plan_batch([self._request(row, iteration) for row in rows], objective, micro_batch_size=self.run.training.micro_batch_size,
+                          data_parallel_size=self.context.dp.size)
+        if self.has_one_form and objective.self_conditioning_prob > 0:
+            plan = plan.with_every_draft()
         return Batch(plan, self, self.context.dp.rank)
+
+    @property
+    def has_one_form(self) -> bool:
+        """Whether what varies from microbatch to microbatch is filled up, canvases among it."""
+        return self.stream is Stream.TRAIN and self.run.training.cuda_graph_canvas_multiple is not None
 
     def _request(self, number: int, iteration: int) -> RowRequest:
         row, data, training = self.order.row(number), self.run.data, self.run.training
@@ -92,13 +99,16 @@ class BatchMaker:
             dropout=self.run.lora.lora_dropout > 0)
         multiple = training.cuda_graph_token_multiple
         streams = filled_up(streams, multiple, model.pad_token_id)
+        if self.has_one_form:
+            streams = filled_up_canvases(streams, training.cuda_graph_canvas_multiple, microbatch.examples[0].fit.canvas_length,
+                                         model.pad_token_id, drafted=objective.self_conditioning_prob > 0)
         return microbatch_inputs(
             streams, model, scored_multiple=min(multiple, SCORED_MULTIPLE),
             dtype=self.loss_dtype, mtp_scale=objective.mtp_loss_scaling_factor,
             uniform_null=objective.self_conditioning_null == "uniform",
             leave_one_out=objective.diffusion_loss in ("loo", "reweighted-loo"), split=SequenceSplit.of(self.context),
             context_split=ContextSplit.of(self.context, self.run.parallel, objective, model), packed=packed_types(training, model),
-            second_loop=together and plan.second_loop(number),
+            second_loop=together and plan.second_loop(number), one_form=self.has_one_form,
             # An evaluation has no backward, which is what another order would spare work in.
             passes=self._order_of_passes(plan, number) if self.stream is Stream.TRAIN else "shared")
 
@@ -113,7 +123,8 @@ class BatchMaker:
         return can_join
 
     def _order_of_passes(self, plan: BatchPlan, number: int) -> PassOrder:
-        return order_of_passes(self.run, plan, number, on_gpu=self.context.device.type == "cuda", can_join=self.can_join)
+        order = order_of_passes(self.run, plan, number, on_gpu=self.context.device.type == "cuda", can_join=self.can_join)
+        return "shared" if self.has_one_form and order == "apart" else order
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ class PassSizes:
     def of(cls, microbatch: Microbatch) -> PassSizes:
         """Of a planned microbatch."""
         examples = microbatch.examples
-        drafted = [example for example in examples if example.self_conditioned and example.canvases]
+        drafted = [example for example in examples if example.has_draft and example.canvases]
 
         def canvas_tokens(of: Sequence) -> int:
             return sum(len(example.canvases) * example.fit.canvas_length for example in of)

@@ -88,18 +88,18 @@ class DeviceGroup:
 
 
 def attention_plan(visibility: Visibility, window: int | None, device: torch.device, key_order: np.ndarray | None = None, *,
-                   num_live: int | None = None, keeps_rows: bool = False) -> AttentionPlan:
+                   num_live: int | None = None, keeps_rows: bool = False, one_form: bool = False) -> AttentionPlan:
     """The plan of one layer type for one pass; made once, used by every layer of that type.
 
     `key_order` int64 [num_clean_keys] says where the clean keys stand, if not in the visibility's own order. Only
-    the first `num_live` queries (None: all) have a gradient that is not zero.
+    the first `num_live` queries (None: all) have a gradient that is not zero. one_form: see attention_tiles.
     """
     num_clean, num_keys = visibility.num_clean_keys, visibility.num_clean_keys + len(visibility.canvas_keys)
     in_order = key_order is None or np.array_equal(key_order, np.arange(num_clean))
     places = None if in_order else np.concatenate([key_order, np.arange(num_clean, num_keys)])
     seen = np.stack([visibility.first_key, visibility.past_key, visibility.canvas_id])
     return AttentionPlan(
-        attention_tiles(visibility.windowed(window).key_intervals(), num_keys, device, num_live=num_live),
+        attention_tiles(visibility.windowed(window).key_intervals(), num_keys, device, num_live=num_live, one_form=one_form),
         None if places is None else Rows.of(places, device), torch.from_numpy(seen).to(device),
         torch.from_numpy(visibility.canvas_keys).to(device), num_clean, window, keeps_rows)
 

@@ -149,7 +149,7 @@ def token_pass(config: ModelConfig, visibility: Mapping[str, Visibility], positi
                shards: Mapping[str, Shards] | None = None, split: SequenceSplit = SequenceSplit(),  # noqa: B008 (immutable)
                routed: RoutedTokens | None = None, runs: Runs | None = None, draws: np.ndarray | None = None,
                num_live: int | None = None, packed: Set[str] = frozenset(), replaced: Rows | None = None,
-               replaces: bool = False) -> TokenPass:
+               replaces: bool = False, one_form: bool = False) -> TokenPass:
     """The pass of tokens at `positions` [T], of which the first `num_clean` are clean.
 
     visibility  by layer type (the types may hold different contexts), without the window, which sliding layers add
@@ -160,6 +160,7 @@ def token_pass(config: ModelConfig, visibility: Mapping[str, Visibility], positi
     draws       int64 [T], a word of each token for dropout
     num_live    of our tokens only so many, the first ones, may get a gradient that is not zero (None: all)
     packed      the layer types whose attention Transformer Engine computes; without shards
+    one_form    attention's lists are filled up to their most, without shards
     replaced    the rows of which a later pass has others (LayerPass); replaces: this pass is one that has others of an earlier one's
     """
     token_draws = None if draws is None and num_live is None else _token_draws(draws, num_live, split, device)
@@ -171,7 +172,8 @@ def token_pass(config: ModelConfig, visibility: Mapping[str, Visibility], positi
         if kind in packed:
             plan = packed_plan(visibility[kind], window, device, order)
         elif shards is None:
-            plan = attention_plan(visibility[kind], window, device, order, num_live=num_live, keeps_rows=replaces or replaced is not None)
+            plan = attention_plan(visibility[kind], window, device, order, num_live=num_live, keeps_rows=replaces or replaced is not None,
+                                  one_form=one_form)
         else:
             plan = sharded_plan(visibility[kind], window, shards[kind], device)
         layers[kind] = LayerPass(

@@ -12,6 +12,7 @@ from megatron_dllm.checkpoint.model_state import load_whole_tensors, named_tenso
 from megatron_dllm.config import ModelConfig, ObjectiveConfig, OptimizerConfig, ParallelConfig
 from megatron_dllm.context_parallel.layout import ContextSplit
 from megatron_dllm.diffusion.batch_plan import BatchPlan, RowRequest, fit_example, plan_batch
+from megatron_dllm.diffusion.fill import filled_up, filled_up_canvases
 from megatron_dllm.diffusion.inputs import MicrobatchInputs, microbatch_inputs
 from megatron_dllm.diffusion.random import DrawKey, Stream
 from megatron_dllm.diffusion.streams import build_streams
@@ -37,7 +38,7 @@ ALL, SOME, NONE = "AAAA", "A100", "0000"
 @dataclass(frozen=True)
 class PipelineCase:
     """`layout` over `sizes` (Topology's keywords). `coins`: for each data-parallel rank, of each microbatch: 0 no example is
-    self-conditioned, 1 the first of its two, A both."""
+    self-conditioned, 1 the first of its two, A both. one_form: filled up to one form, no draft being a uniform one."""
 
     sizes: tuple[tuple[str, int], ...]
     layout: str
@@ -50,6 +51,7 @@ class PipelineCase:
     linear: bool = False
     mtp: int = 0
     dropout: bool = False
+    one_form: bool = False
 
     @property
     def topology(self) -> Topology:
@@ -92,9 +94,10 @@ def make_plan(case: PipelineCase) -> BatchPlan:
             tuple(dataclasses.replace(example, self_conditioned=mark) for example in row)
             for row, mark in zip(microbatch.rows, marks, strict=True)))
 
-    return dataclasses.replace(plan, microbatches=tuple(
+    plan = dataclasses.replace(plan, microbatches=tuple(
         tuple(tossed(m, coin) for m, coin in zip(own, coins, strict=True))
         for own, coins in zip(plan.microbatches, case.coins, strict=True)))
+    return plan.with_every_draft() if case.one_form else plan
 
 
 def make_inputs(case: PipelineCase, plan: BatchPlan, rank: int, number: int, context: ParallelContext) -> MicrobatchInputs:
@@ -104,9 +107,12 @@ def make_inputs(case: PipelineCase, plan: BatchPlan, rank: int, number: int, con
     streams = build_streams(
         microbatch, tokens, objective, plan.denominators, vocab_size=config.vocab_size, fill_token=config.fill_token_id,
         dropout=case.dropout)
+    if case.one_form:
+        streams = filled_up(streams, 64, config.pad_token_id)
+        streams = filled_up_canvases(streams, 3, config.canvas_length, config.pad_token_id, drafted=True)
     return microbatch_inputs(
-        streams, config, dtype=torch.float64, split=SequenceSplit.of(context), context_split=ContextSplit.of(
-            context, ParallelConfig(context_parallel_size=context.cp.size), objective, config),
+        streams, config, dtype=torch.float64, one_form=case.one_form, uniform_null=case.one_form, split=SequenceSplit.of(context),
+        context_split=ContextSplit.of(context, ParallelConfig(context_parallel_size=context.cp.size), objective, config),
         second_loop=max(context.pp.size, context.ep.size, context.etp.size) > 1 and plan.second_loop(number))
 
 

@@ -27,6 +27,7 @@ CASES = {
     "pp4": PipelineCase(sizes(world=4, pp=4), "E|t|tt|L"),
     "pp2 dp2, distributed optimizer": PipelineCase(sizes(world=4, pp=2), "Et|ttL", ("1100", "A000"), distributed_optimizer=True),
     "tp2 sp pp2": PipelineCase(sizes(world=4, pp=2, tp=2), "Et|ttL", sequence_parallel=True),
+    "tp2 sp pp2, one form": PipelineCase(sizes(world=4, pp=2, tp=2), "Et|ttL", ("10A0",), sequence_parallel=True, one_form=True),
     "cp2 pp2": PipelineCase(sizes(world=4, pp=2, cp=2), "Et|ttL"),
     "ep2 pp2": PipelineCase(sizes(world=4, pp=2, ep=2), "Et|ttL", ("100", "010")),
 }

@@ -146,11 +146,11 @@ class DiffusionGemma(nn.Module):
         """Final hidden states [T, H], normed, of residual streams."""
         return self.final_norm(contract_streams(x, self.config.num_residual_streams))
 
-    def null_signal(self) -> Tensor:
-        """The signal [1, H] of a uniform distribution over the vocabulary."""
+    def null_signal(self, *, of_all_tokens: bool = False) -> Tensor:
+        """The signal [1, H] of a uniform distribution over the vocabulary; `of_all_tokens`: every rank has the gradient of all tokens."""
         rows = self.embedding.weight.placement.region(self.embedding.weight)
         mean = sum_over(at_least_fp32(rows).sum(0, keepdim=True), self.context.tp) / self.config.vocab_size
-        if self.context.sequence_parallel:
+        if self.context.sequence_parallel and not of_all_tokens:
             mean = sum_grad_over(mean, self.context.tp)  # each rank has the gradient of its own tokens
         return mean.to(rows.dtype) * self.embedding_scale
 
@@ -232,7 +232,7 @@ class DiffusionGemma(nn.Module):
     def _of_all_canvases(self, signal: Tensor, rows: Tensor | None, inputs: MicrobatchInputs) -> Tensor:
         """Signals of the canvas tokens `rows` (None: all), and for the others what stands for none."""
         if rows is None:
-            return signal
+            return self._without_left_out(signal, inputs)
         null = self.null_signal() if inputs.uniform_null else signal.new_zeros(1, signal.shape[1])
         return null.expand(len(inputs.canvas.tokens), -1).index_copy(0, rows, signal)
 
@@ -277,7 +277,14 @@ class DiffusionGemma(nn.Module):
 
     def draft_signal(self, hidden: Tensor, inputs: MicrobatchInputs, shared: SharedWeight | None = None) -> Tensor:
         """The second pass's signal from the first one's final hidden states, [T, H] of it (see `own`)."""
-        return self.own(self.soft_signal(hidden[inputs.draft_rows].detach(), shared))
+        return self.own(self._without_left_out(self.soft_signal(hidden[inputs.draft_rows].detach(), shared), inputs))
+
+    def _without_left_out(self, signal: Tensor, inputs: MicrobatchInputs) -> Tensor:
+        """Signals [T, H] of all canvas tokens, of which some have what stands for no draft in place of theirs."""
+        if inputs.left_out is None:
+            return signal
+        null = self.null_signal(of_all_tokens=True) if inputs.uniform_null else signal.new_zeros(1, signal.shape[1])
+        return torch.where(inputs.left_out[:, None], null, signal)
 
     def enter_canvas(self, x: Tensor, inputs: MicrobatchInputs, token_pass: TokenPass | None = None,
                      signal: Tensor | None = None) -> Tensor:
