@@ -56,9 +56,11 @@ class SmallWork:
     """Groups in which each query of a pass is once, and where their rows of heads stand: made when first asked for, for all layers.
 
     A tensor x [T, heads, d] is read as rows of heads, `apart` of them from one token to the next (more than heads in a part of a tensor).
+    is_whole: there is one piece, of all queries and all keys, for which views are enough.
     """
 
     groups: tuple[SmallGroup, ...]
+    is_whole: bool = False
 
     @cached_property
     def _made(self) -> dict[tuple, Any]:
@@ -73,6 +75,8 @@ class SmallWork:
 
     def queries(self, x: Tensor, key_heads: int) -> list[Tensor]:
         """Of each group [G * g, r * n, d] of x [Q, h, d]: the heads that share keys stand together."""
+        if self.is_whole:
+            return [x.transpose(0, 1).reshape(key_heads, -1, x.shape[2])]
         rows, apart = _rows_of_heads(x)
         return [rows.index_select(0, own).view(len(group.queries) * key_heads, -1, x.shape[2])
                 for group, own in zip(self.groups, self._once(self._query_rows, x.shape[1], apart), strict=True)]
@@ -82,6 +86,8 @@ class SmallWork:
 
     def keys(self, x: Tensor) -> list[Tensor]:
         """Of each group [G * g, m, d] of x [K, g, d]."""
+        if self.is_whole:
+            return [x.transpose(0, 1)]
         rows, apart = _rows_of_heads(x)
         return [rows.index_select(0, own).view(-1, group.keys.shape[1], x.shape[2])
                 for group, own in zip(self.groups, self._once(self._key_rows, x.shape[1], apart), strict=True)]
@@ -91,6 +97,8 @@ class SmallWork:
 
     def placed(self, parts: Sequence[Tensor], num_queries: int, heads: int) -> Tensor:
         """[Q, h, d], the inverse of `queries`."""
+        if self.is_whole:
+            return parts[0].view(heads, num_queries, -1).transpose(0, 1)
         places = self._once(self._places, num_queries, heads)
         return _joined(parts).index_select(0, places).view(num_queries, heads, -1)
 
@@ -103,6 +111,8 @@ class SmallWork:
 
     def summed(self, parts: Sequence[Tensor], num_keys: int, heads: int) -> Tensor:
         """[K, g, d], to each key what is its own of what `keys` has of it: pieces may share keys."""
+        if self.is_whole:
+            return parts[0].transpose(0, 1)
         # Several times as fast as adding rows in turn to where they belong.
         total, *_ = torch.embedding_bag(_joined(parts), *self._once(self._bags, num_keys, heads))
         return total.view(num_keys, heads, -1)
@@ -148,7 +158,8 @@ def is_small(num_queries: int, num_keys: int, *, causal: bool) -> bool:
 def whole_work(mask: np.ndarray) -> SmallWork:
     """All queries and all keys as one piece, from who sees whom, bool [Q, K]."""
     queries, keys = (np.arange(count)[None] for count in mask.shape)
-    return SmallWork((_small_group([WorkGroup(queries, keys, mask, causal=False)]),))
+    hidden = None if mask.all() else _minus_infinity(mask[None])
+    return SmallWork((SmallGroup(queries, keys, hidden, queries >= 0, keys >= 0),), is_whole=True)
 
 
 def small_work(work: Sequence[WorkGroup]) -> SmallWork | None:
