@@ -4,7 +4,8 @@ Usage: torchrun --nproc-per-node 2 tools/verify.py graphs [--cases TEXT ...]    
 
 Of each layout two toy models in bf16, equal at first, take six steps of four microbatches or more, each step with other tokens: the one by
 ordinary calls, the other by graphs of a microbatch or, over a pipeline, of a whole step. Losses, gradient norms, numbers noted beside
-them and at last every parameter must be the same, and at least half of what was asked for must have been replayed.
+them and at last every parameter must be the same, and at least half of what was asked for must have been replayed. Texts are of one length,
+or, where the case says so, of all lengths and with coins, filled up to one form.
 """
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from benchmarking.scaling import RandomRows
@@ -21,6 +23,7 @@ from benchmarking.workload import DeviceNormal, calm
 
 from megatron_dllm import config
 from megatron_dllm.config import ParallelConfig, RunConfig
+from megatron_dllm.data.order import Row
 from megatron_dllm.diffusion.inputs import MicrobatchInputs
 from megatron_dllm.diffusion.nested import tensors_of
 from megatron_dllm.diffusion.random import Stream
@@ -43,16 +46,18 @@ COMMON = ("--preset", "toy", "--num-layers", "4", "--layer-types", "sliding*3,fu
           str(STEPS), "--data-path", "none", "--self-conditioning-prob", "1", "--lr", "1e-3")
 BOUND = ("--moe-max-tokens-per-rank", str(LENGTH + CANVAS))
 EP2, TP2, CP2 = (("--" + name, "2") for name in ("expert-model-parallel-size", "tensor-model-parallel-size", "context-parallel-size"))
+ONE_FORM = ("--self-conditioning-prob", "0.5", "--cuda-graph-token-multiple", str(LENGTH), "--cuda-graph-canvas-multiple", "3")
 PP2 = ("--pipeline-model-parallel-size", "2", "--pipeline-model-parallel-layout")
 
 
 @dataclass(frozen=True)
 class Case:
-    """A layout over `ranks` processes, by the flags of a run."""
+    """A layout over `ranks` processes, by the flags of a run. varied: texts of all lengths, several in a row."""
 
     name: str
     ranks: int
     flags: tuple[str, ...]
+    varied: bool = False
 
     def run(self, further: tuple[str, ...]) -> RunConfig:
         """The run of these flags."""
@@ -75,6 +80,8 @@ CASES = (
                                    "4")),
     Case("pp2 vpp2, full recompute", 2, (*PP2, "Et|t|t|tL", "--recompute-granularity", "full")),
     Case("pp2, adapters", 2, (*PP2, "Ett|ttL", "--lora-rank", "4")),
+    Case("ep2 alltoall, texts of all lengths", 2, (*EP2, "--moe-max-tokens-per-rank", str(LENGTH + 3 * CANVAS), *ONE_FORM), varied=True),
+    Case("pp2, texts of all lengths", 2, (*PP2, "Ett|ttL", *ONE_FORM, "--self-conditioning-null", "uniform"), varied=True),
     Case("tp2+sp pp2 ep2", 4, (*TP2, "--sequence-parallel", *EP2, *BOUND, *PP2, "Ett|ttL")),
     Case("cp2 pp2", 4, (*CP2, *PP2, "Ett|ttL")),
     Case("ep4 alltoall", 4, ("--expert-model-parallel-size", "4", *BOUND)),
@@ -118,7 +125,8 @@ def compare(case: Case, base: ParallelContext, recorder: Callable[[MasterOptimiz
     plain, graphed = Trained.build(run, context), Trained.build(run, context)
     graphs = graphs_of(graphed.model, recorder(graphed.optimizer), limit=8, pipeline=graphed.pipeline, optimizer=graphed.optimizer,
                        sums_load=run.moe.moe_aux_loss_coeff > 0)
-    rows = RandomRows(steps * BATCH, LENGTH, run.model.vocab_size, response)
+    count, vocabulary = steps * BATCH, run.model.vocab_size
+    rows = VariedRows(count, vocabulary) if case.varied else RandomRows(count, LENGTH, vocabulary, response)
     maker = BatchMaker(run, rows, rows, Stream.TRAIN, context)
     different = units = 0
     for number in range(steps):
@@ -134,6 +142,20 @@ def compare(case: Case, base: ParallelContext, recorder: Callable[[MasterOptimiz
     return (Figure(f"{case.name}: steps", totals[0], 0, f"of {steps} that differ in loss, gradient norm or another number"),
             Figure(f"{case.name}: parameters", totals[1], 0, "that differ at last, or counts of routers"),
             Figure(f"{case.name}: replays", totals[2], 0, f"of {units} calls too few"))
+
+
+class VariedRows(RandomRows):
+    """Rows of one to three texts, each of some tokens of prompt and of response, which is filled up to a canvas."""
+
+    def __init__(self, batch: int, vocab_size: int):
+        super().__init__(3 * batch, LENGTH, vocab_size)
+        draws = np.random.default_rng(0)
+        self.lengths = draws.integers(2, CANVAS, (3 * batch, 2)).astype(np.int32)
+        self.counts = draws.integers(1, 4, batch)
+
+    def row(self, n: int) -> Row:
+        """Texts 3 n and on."""
+        return Row(0, tuple(range(3 * n, 3 * n + int(self.counts[n]))))
 
 
 @dataclass(frozen=True)
