@@ -89,7 +89,8 @@ class TrainingConfig:
         "are bound by the host that starts their kernels.",
         "none",
     )
-    cuda_graph_limit: int = flag("Graphs held at most; microbatches of further forms run without one.", 16)
+    cuda_graph_limit: int = flag(
+        "Graphs held at most; microbatches of further forms run without one. Over several ranks as many again with gradients' sums.", 16)
     cuda_graph_token_multiple: int = flag(
         "Fill each microbatch's clean tokens up to a multiple of this, so that texts of many lengths share a few graphs; with --packing, "
         "--micro-batch-size times --seq-length gives one length.", 1)

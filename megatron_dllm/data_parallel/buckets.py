@@ -237,6 +237,10 @@ class GradientBuckets:
         from ..kernels.add_gradients import FreshBuffers  # Triton is there with CUDA alone
 
         names = tuple(map(id, used))
+        if names not in self._fresh and torch.cuda.is_current_stream_capturing():
+            for gradient in used:  # a table would come from the host, which a recording cannot wait for
+                gradient.settle()
+            return
         if names not in self._fresh:
             self._fresh[names] = FreshBuffers([gradient.buffers for gradient in used])
         self._fresh[names].clear()

@@ -91,8 +91,10 @@ class BatchMaker:
         objective, model, training = self.run.objective, self.run.model, self.run.training
         microbatch = plan.microbatches[rank][number]
         # Ranks that share experts dispatch together: a loop that one of them runs is run by all, with nothing in it where there is nothing.
-        # So do the copies of a pipeline: then their ranks of one stage have one action list.
-        together = self.context.ep.size * self.context.etp.size * self.context.pp.size > 1
+        # So do the copies of a pipeline: then their ranks of one stage have one action list. An auxiliary loss sums the experts' load of
+        # all ranks in each pass.
+        sums_load = self.run.moe.moe_aux_loss_coeff > 0 and self.context.dp.size > 1
+        together = self.context.ep.size * self.context.etp.size * self.context.pp.size > 1 or sums_load
         tokens = [self.source.tokens(example.index) for example in microbatch.examples]
         streams = build_streams(
             microbatch, tokens, objective, plan.denominators, vocab_size=model.vocab_size, fill_token=model.fill_token_id,

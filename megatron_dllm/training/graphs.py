@@ -8,8 +8,9 @@ the microbatch gives is copied away from where it was written. Everything that i
 sent) is part of the result, and noted again with each replay.
 
 Ranks that exchange within a microbatch must all call, all record or all replay it, and replay what was recorded together: NCCL asks for
-it. So a recording belongs to the forms of all of them, which they tell each other once a step. The last unit of a step may be recorded with
-the sums of gradients over data-parallel ranks, which then run beside its backward: its recording belongs to the forms of every rank.
+it. So a recording belongs to the forms of all of them, which they tell each other each step. The last unit of a step may be recorded with
+the sums of gradients over data-parallel ranks, which then run beside its backward: such a recording belongs to the forms of every rank, and
+where these do not come again, units are replayed without.
 
 Legend: a *unit* is what is recorded as one, a microbatch or the tuple of a step's microbatches.
 """
@@ -33,7 +34,8 @@ from ..models.diffusion_gemma.model import DiffusionGemma
 from ..models.diffusion_gemma.stages import ModelPipeline
 from ..moe.balance import RoutingFigures
 from ..moe.replay import ReplayNotes
-from ..parallel import Group, Sent, communication
+from ..parallel import Group, ParallelContext, Sent, communication
+from ..pipeline.progress import Progress
 from .optimizer import MasterOptimizer
 
 ALIGNMENT = 256  # bytes: kernels are compiled for aligned pointers, and those of an allocator are
@@ -122,11 +124,19 @@ class Recordings:
     limit: int
     held: dict[Hashable, tuple[StaticInputs, Recording]] = field(default_factory=dict)
     seen: set[int] = field(default_factory=set)
+    met: set[int] = field(default_factory=set)  # keys that have come, and may not have been run
 
     @property
     def is_full(self) -> bool:
         """Whether no more are taken."""
         return len(self.held) >= self.limit
+
+    def wants(self, key: Hashable) -> bool:
+        """Whether a unit of this key is to be run here: it has come before, and is held or may be."""
+        if key in self.held or self.is_full:
+            return key in self.held
+        is_known, _ = hash(key) in self.met, self.met.add(hash(key))
+        return is_known
 
 
 class GraphedMicrobatches:
@@ -134,6 +144,8 @@ class GraphedMicrobatches:
 
     run       forward and backward of inputs on the device; the gradients are left where the same address is meant each time
     run_last  the same for the last unit of a step, with the gradients' sums over all ranks; None: they are the caller's (`has_summed`)
+    state     what else decides on the work of `run_last`: a number that goes into its form
+    progress  is told where the host stands
     note      takes what a unit gave beside its losses
     limit     recordings of either held at most; further forms stay ordinary calls
     peers     with whom `run` exchanges anything; they have as many units. everyone: with whom `run_last` does
@@ -142,9 +154,13 @@ class GraphedMicrobatches:
 
     def __init__(self, run: Callable[[Any], MicrobatchResult], note: Callable[[MicrobatchNotes], None], recorder: Recorder, *,
                  device: torch.device, limit: int, peers: Sequence[Group] = (), message: Callable[[str], None] = lambda text: None,
-                 run_last: Callable[[Any], MicrobatchResult] | None = None, everyone: Sequence[Group] = ()):
+                 run_last: Callable[[Any], MicrobatchResult] | None = None, everyone: Sequence[Group] = (),
+                 state: Callable[[], int] = lambda: 0, progress: Progress | None = None):
         self.note, self.recorder, self.device = note, recorder, device
-        self.peers, self.everyone, self.message = peers, everyone, message
+        self.peers, self.everyone, self.message, self.state = peers, everyone, message, state
+        self.progress = Progress() if progress is None else progress
+        # What ranks tell each other waits for nothing that the device was given before.
+        self._aside = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.has_summed = False  # whether the gradients of the last `each` have been summed over the ranks
         self._any, self._last = Recordings(run, limit), None if run_last is None else Recordings(run_last, limit)
         self._counts, self._num_eager = GraphCounts(), 0
@@ -156,14 +172,20 @@ class GraphedMicrobatches:
     def each(self, units: Sequence[Unit]) -> list[LossTerms]:
         """The losses of each unit of a step, whose gradients are added to the buckets' when the device gets there."""
         forms = [form_of(inputs) for inputs in units]
-        keys, recordings = joint_forms(forms, self.peers, self.device), [self._any] * len(units)
-        # Every rank holds as many of these, so that all of them agree.
-        self.has_summed = False
+        keys = self._joint(forms, self.peers)
+        results = [self._one(self._any, key, inputs) for key, inputs in zip(keys[:-1], units[:-1], strict=True)]
+        last = self._any
         if self._last is not None:
-            key, = joint_forms(forms[-1:], self.everyone, self.device)
-            if key in self._last.held or not self._last.is_full:
-                keys[-1], recordings[-1], self.has_summed = key, self._last, True
-        return [self._one(own, key, inputs) for own, key, inputs in zip(recordings, keys, units, strict=True)]
+            # After the others, which may change the state. Every rank holds as many of these recordings, so that all of them agree.
+            key, = self._joint([(forms[-1], self.state())], self.everyone)
+            if self._last.wants(key):
+                keys[-1], last = key, self._last
+        self.has_summed = last is self._last
+        return [*results, self._one(last, keys[-1], units[-1])]
+
+    def _joint(self, forms: Sequence[Hashable], groups: Sequence[Group]) -> list[Hashable]:
+        with torch.cuda.stream(self._aside):
+            return joint_forms(forms, groups, self.device)
 
     def _one(self, recordings: Recordings, key: Hashable, inputs: Unit) -> LossTerms:
         if key not in recordings.held:
@@ -172,6 +194,7 @@ class GraphedMicrobatches:
             self._record(recordings, key, inputs)
         static, recording = recordings.held[key]
         static.load(inputs)
+        self.progress.begin("a recorded step or microbatch, of which the host sees nothing until it has ended")
         recording.replay()
         self._counts.replayed += 1
         result = copied(recording.result)
@@ -293,12 +316,30 @@ def graphs_of(model: DiffusionGemma, recorder: Recorder, *, limit: int, message:
               sums_load: bool = False) -> GraphedMicrobatches:
     """As `graphed`, by any recorder."""
     context = model.context
-    within = (context.ep, context.etp, context.tp, context.cp, context.pp)
+    within = groups_within(context, sums_load=sums_load)
     has_sums = optimizer is not None and context.world.size > 1
     return GraphedMicrobatches(
-        forward_backward_of(model, pipeline), lambda notes: note(model, notes), recorder, device=context.device, limit=limit,
-        peers=(*within, context.dp_cp) if sums_load else within, message=message,
-        run_last=forward_backward_of(model, pipeline, optimizer) if has_sums else None, everyone=(*within, context.dp_cp))
+        forward_backward_of(model, pipeline), lambda notes: note(model, notes), recorder, device=context.device, limit=limit, peers=within,
+        message=message, run_last=forward_backward_of(model, pipeline, optimizer) if has_sums else None,
+        everyone=(context.world,), state=lambda: gradients_used(optimizer),
+        progress=None if pipeline is None else pipeline.executor.progress)
+
+
+def gradients_used(optimizer: MasterOptimizer) -> int:
+    """How many gradients kernels have ever added to. The sums clear those of them that still count as zeros, which nobody else does: a
+    recording that was made before another was used would leave that one as it was."""
+    return sum(gradient.is_used for bucket in optimizer.buckets.buckets for gradient in bucket.main_gradients)
+
+
+def groups_within(context: ParallelContext, *, sums_load: bool) -> tuple[Group, ...]:
+    """Groups that, gathered over one after the other, tell each rank of all that exchange something within a unit, directly or by others.
+
+    Gathered so, grids that do not nest (tp 3 and ep 2) would tell each rank of others.
+    """
+    dense, expert = context.tp.size * context.cp.size, context.ep.size * context.etp.size
+    if sums_load or dense % expert and expert % dense:
+        return (context.world,)
+    return context.ep, context.etp, context.tp, context.cp, context.pp
 
 
 def drain(model: DiffusionGemma) -> MicrobatchNotes:

@@ -4,6 +4,7 @@ A response is one canvas, so that all microbatches attend alike: on a CPU attent
 change.
 """
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,12 +17,15 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 from verification import graphs  # noqa: E402
 
+COINS = ("--self-conditioning-prob", "0.5")
 CASES = {case.name: case for case in graphs.CASES}
+UNLIKE = {name: graphs.Case(name, 2, (*COINS, *flags)) for name, flags in {
+    "dp2, distributed optimizer": ("--use-distributed-optimizer",), "dp2, auxiliary loss": ("--moe-aux-loss-coeff", "0.1"),
+    "pp2": (*graphs.PP2, "Ett|ttL")}.items()}
 
 
-def compare(rank, name):
+def compare(rank, case, **options):
     """The figures of a case."""
-    case = CASES[name]
     base = create_context(Topology(world=case.ranks), rank=rank, device=torch.device("cpu"), sequence_parallel=False)
 
     def recorder(optimizer):
@@ -29,11 +33,18 @@ def compare(rank, name):
         made.untouched = tuple(bucket.gradients for bucket in optimizer.buckets.buckets)
         return made
 
-    return graphs.compare(case, base, recorder, response=graphs.CANVAS, steps=3)
+    return graphs.compare(case, base, recorder, response=graphs.CANVAS, **options)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["dp2, auxiliary loss", "tp2+sp ep2", "cp2", "pp2 vpp2, MTP, mHC"])
 def test_replayed_steps_are_ordinary_steps(world, name):
-    for figures in world.run(compare, name, size=CASES[name].ranks, timeout=120):
+    for figures in world.run(partial(compare, case=CASES[name], steps=3), size=CASES[name].ranks, timeout=120):
         assert all(figure.holds for figure in figures), figures
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", UNLIKE)
+def test_ranks_agree_where_forms_are_unlike_and_few_are_held(world, name):
+    for steps, parameters, _ in world.run(partial(compare, case=UNLIKE[name], steps=5, limit=1), size=2, timeout=120):
+        assert steps.holds and parameters.holds, (steps, parameters)

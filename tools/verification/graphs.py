@@ -116,14 +116,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def compare(case: Case, base: ParallelContext, recorder: Callable[[MasterOptimizer], Recorder],
-            further: tuple[str, ...] = (), *, response: int | None = None, steps: int = STEPS) -> tuple[Figure, Figure, Figure]:
+            further: tuple[str, ...] = (), *, response: int | None = None, steps: int = STEPS,
+            limit: int = 8) -> tuple[Figure, Figure, Figure]:
     """On every rank: how many of the `steps` and parameters differ on any of them, and how many units too few were replayed.
     `response`: the tokens of a row that are not prompt, else half of it."""
     run = case.run(further)
     context = create_context(Topology.of(run.parallel, base.world.size), rank=base.world.rank, device=base.device,
                              sequence_parallel=run.parallel.sequence_parallel)
     plain, graphed = Trained.build(run, context), Trained.build(run, context)
-    graphs = graphs_of(graphed.model, recorder(graphed.optimizer), limit=8, pipeline=graphed.pipeline, optimizer=graphed.optimizer,
+    graphs = graphs_of(graphed.model, recorder(graphed.optimizer), limit=limit, pipeline=graphed.pipeline, optimizer=graphed.optimizer,
                        sums_load=run.moe.moe_aux_loss_coeff > 0)
     count, vocabulary = steps * BATCH, run.model.vocab_size
     rows = VariedRows(count, vocabulary) if case.varied else RandomRows(count, LENGTH, vocabulary, response)
