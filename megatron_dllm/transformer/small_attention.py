@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .attention_work import WorkGroup
@@ -87,7 +88,7 @@ class SmallWork:
     def keys(self, x: Tensor) -> list[Tensor]:
         """Of each group [G * g, m, d] of x [K, g, d]."""
         if self.is_whole:
-            return [x.transpose(0, 1)]
+            return [x[:self.groups[0].keys.size].transpose(0, 1)]  # after them there may be fill
         rows, apart = _rows_of_heads(x)
         return [rows.index_select(0, own).view(-1, group.keys.shape[1], x.shape[2])
                 for group, own in zip(self.groups, self._once(self._key_rows, x.shape[1], apart), strict=True)]
@@ -112,7 +113,8 @@ class SmallWork:
     def summed(self, parts: Sequence[Tensor], num_keys: int, heads: int) -> Tensor:
         """[K, g, d], to each key what is its own of what `keys` has of it: pieces may share keys."""
         if self.is_whole:
-            return parts[0].transpose(0, 1)
+            total, fill = parts[0].transpose(0, 1), num_keys - parts[0].shape[1]
+            return F.pad(total, (0, 0, 0, 0, 0, fill)) if fill else total
         # Several times as fast as adding rows in turn to where they belong.
         total, *_ = torch.embedding_bag(_joined(parts), *self._once(self._bags, num_keys, heads))
         return total.view(num_keys, heads, -1)

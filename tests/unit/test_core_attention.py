@@ -42,6 +42,20 @@ def test_attend_equals_the_oracle(documents, window, heads, groups, dim, most_pa
         assert torch.allclose(a, b, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("most_pairs", [1 << 20, 0], ids=["one product", "products"])
+def test_rows_of_fill_are_zero_and_get_no_gradient(most_pairs, monkeypatch):
+    monkeypatch.setattr(core_attention, "MOST_PAIRS", most_pairs)
+    visibility = layout(DOCUMENTS["unequal"], canvas_length=5)
+    inputs = random_inputs(visibility, heads=4, groups=2, dim=16, dtype=torch.float64)
+    filled = [torch.cat([x.detach(), torch.full_like(x[:3], torch.nan)]).requires_grad_() for x in inputs]
+    plan = attention_plan(visibility, 7, CPU)
+    wanted, found = attend(*inputs, plan), attend(*filled, plan)
+    assert torch.equal(found[:-3], wanted) and not found[-3:].any()
+    gradients = (torch.autograd.grad(y.square().sum(), x) for y, x in ((wanted, inputs), (found, filled)))
+    for want, got in zip(*gradients, strict=True):
+        assert torch.equal(got[:-3], want) and not got[-3:].any()
+
+
 def test_attend_in_bf16_is_as_good_as_plain_bf16():
     visibility = layout(DOCUMENTS["unequal"], canvas_length=5)
     inputs = random_inputs(visibility, heads=4, groups=2, dim=16, dtype=torch.bfloat16)
