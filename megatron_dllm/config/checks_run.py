@@ -323,6 +323,33 @@ def graphs_need_bounded_dispatch(impl: str, bound: int | None, *sizes: int) -> F
                  "set --moe-max-tokens-per-rank, or --cuda-graph-impl none", NO_GRAPHS)  # fmt: skip
 
 
+WITHOUT_ONE_FORM = {"cuda_graph_canvas_multiple": None}
+
+
+@check("cuda_graph_canvas_multiple", "moe_aux_loss_coeff", "self_conditioning_prob")
+def one_form_keeps_passes(multiple: int | None, coefficient: float, share: float) -> Fault | None:
+    if multiple is None or coefficient == 0 or share in (0, 1):
+        return None
+    return Fault("the auxiliary loss is of each pass, and canvases that no coin decodes twice would be in another one",
+                 "set --moe-aux-loss-coeff 0, or leave --cuda-graph-canvas-multiple out", WITHOUT_ONE_FORM)  # fmt: skip
+
+
+@check("cuda_graph_canvas_multiple", "draft_pass")
+def one_form_is_not_of_drafts_beforehand(multiple: int | None, draft_pass: str) -> Fault | None:
+    if multiple is None or draft_pass != "apart":
+        return None
+    return Fault("what drafts see beforehand differs from microbatch to microbatch",
+                 "set --draft-pass auto, or leave --cuda-graph-canvas-multiple out", WITHOUT_ONE_FORM)  # fmt: skip
+
+
+@check("cuda_graph_canvas_multiple", "context_parallel_size", "objective")
+def one_form_is_of_whole_rows(multiple: int | None, cp: int, objective: str) -> Fault | None:
+    if multiple is None or cp == 1 and objective != "ar":
+        return None
+    why = "there are no canvases" if objective == "ar" else "what ranks of a sequence send each other differs with its documents"
+    return Fault(why, "leave --cuda-graph-canvas-multiple out", WITHOUT_ONE_FORM)
+
+
 @check("cuda_graph_impl", "layer_types")
 def graphs_need_attention(impl: str, layer_types: tuple[str, ...]) -> Fault | None:
     if impl == "none" or "linear" not in layer_types:

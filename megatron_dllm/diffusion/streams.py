@@ -122,7 +122,7 @@ def build_streams(microbatch: Microbatch, tokens: Sequence[np.ndarray], objectiv
     return Streams(
         _join(clean_parts), _join(canvas_parts), visibility, drafted, level, bonus, denominators.routed,
         DropoutWords.of(microbatch) if dropout else None,
-        left_out=~coin if any(example.always_drafted for _, _, example in extras) else None)
+        left_out=~coin if any(example.always_drafted for example in microbatch.examples) else None)
 
 
 def _filled(example: PlannedExample, raw: np.ndarray, fill_token: int) -> np.ndarray:

@@ -125,8 +125,7 @@ class BatchMaker:
         return can_join
 
     def _order_of_passes(self, plan: BatchPlan, number: int) -> PassOrder:
-        order = order_of_passes(self.run, plan, number, on_gpu=self.context.device.type == "cuda", can_join=self.can_join)
-        return "shared" if self.has_one_form and order == "apart" else order
+        return order_of_passes(self.run, plan, number, on_gpu=self.context.device.type == "cuda", can_join=self.can_join)
 
 
 @dataclass(frozen=True)

@@ -147,7 +147,7 @@ def may_be_joint(run: RunConfig, device: torch.device) -> bool:
     # With one expert a token, rows of tokens could not be told from rows of choices.
     is_ours = (training.transformer_impl == "local" and run.moe.moe_token_dispatcher_type == "alltoall" and run.moe.moe_grouped_gemm
                and model.moe_router_topk > 1 and not set(model.layer_types) - set(LAYER_TYPES))
-    if not (_may_be_apart(run) and ranks == 1 and is_ours and training.recompute_granularity is None) or (
+    if not (_may_be_in_one_pass(run) and ranks == 1 and is_ours and training.recompute_granularity is None) or (
             run.moe.moe_z_loss_coeff or lora.lora_dropout or adapts_experts):
         return False
     if device.type == "cpu":
@@ -176,6 +176,11 @@ def chosen_apart(run: RunConfig, sizes: PassSizes) -> bool:
 
 
 def _may_be_apart(run: RunConfig) -> bool:
+    """Whether each rank has its rows whole, no loss depends on the order, and forms may follow from how much drafts see."""
+    return _may_be_in_one_pass(run) and run.training.cuda_graph_canvas_multiple is None
+
+
+def _may_be_in_one_pass(run: RunConfig) -> bool:
     """Whether each rank has its rows whole, and no loss depends on the order."""
     parallel = run.parallel
     is_whole = parallel.context_parallel_size * parallel.pipeline_model_parallel_size == 1 and not parallel.sequence_parallel

@@ -39,6 +39,7 @@ from ..pipeline.progress import Progress
 from .optimizer import MasterOptimizer
 
 ALIGNMENT = 256  # bytes: kernels are compiled for aligned pointers, and those of an allocator are
+MOST_MET = 100_000
 
 Unit = MicrobatchInputs | tuple[MicrobatchInputs, ...]
 
@@ -135,6 +136,8 @@ class Recordings:
         """Whether a unit of this key is to be run here: it has come before, and is held or may be."""
         if key in self.held or self.is_full:
             return key in self.held
+        if len(self.met) >= MOST_MET:  # on every rank at once, since all have met the same
+            self.met.clear()
         is_known, _ = hash(key) in self.met, self.met.add(hash(key))
         return is_known
 
@@ -194,8 +197,9 @@ class GraphedMicrobatches:
             self._record(recordings, key, inputs)
         static, recording = recordings.held[key]
         static.load(inputs)
-        self.progress.begin("a recorded step or microbatch, of which the host sees nothing until it has ended")
+        self.progress.begin("the start of a recording, of which the host sees no more")
         recording.replay()
+        self.progress.end()
         self._counts.replayed += 1
         result = copied(recording.result)
         self.note(result.notes)

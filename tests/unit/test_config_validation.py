@@ -16,6 +16,7 @@ LORA = {"lora_rank": 4}
 A2A = {"cp_comm_type": "a2a"}
 LINEAR = ("linear",) * 5 + ("full",)
 GRAPHS = {"cuda_graph_impl": "local", "bf16": True}
+ONE_FORM = GRAPHS | {"cuda_graph_canvas_multiple": 4}
 ENGINE = {"transformer_impl": "transformer_engine", "bf16": True}
 ENGINE_EXPERTS = ENGINE | {"moe_grouped_gemm_backend": "transformer_engine"}
 ENGINE_ATTENTION = ENGINE | {"attention_backend": "transformer_engine"}
@@ -97,6 +98,10 @@ CASES: list[tuple[str, dict, int, str]] = [
     ("graphs_need_grouped_products", GRAPHS | {"moe_grouped_gemm": False}, 1, "set --bf16 and --moe-grouped-gemm, or --cuda-graph"),
     ("graphs_need_known_rooms", GRAPHS | {"moe_token_dispatcher_type": "allgather"}, 1, "its dispatch reads numbers of rows on the host"),
     ("graphs_need_bounded_dispatch", DEEPEP | GRAPHS, 2, "set --moe-max-tokens-per-rank, or --cuda-graph"),
+    ("one_form_keeps_passes", ONE_FORM | {"moe_aux_loss_coeff": 0.1}, 1, "set --moe-aux-loss-coeff 0, or leave"),
+    ("one_form_is_not_of_drafts_beforehand", ONE_FORM | {"draft_pass": "apart"}, 1, "set --draft-pass auto, or leave"),
+    ("one_form_is_of_whole_rows", ONE_FORM | {"context_parallel_size": 2}, 2, "leave --cuda-graph-canvas-multiple out"),
+    ("one_form_is_of_whole_rows", ONE_FORM | {"objective": "ar"}, 1, "there are no canvases"),
     ("graphs_need_attention", GRAPHS | {"layer_types": LINEAR}, 1, "linear layers are not recorded yet"),
     ("graphs_need_attention_kernels", GRAPHS | {"kv_channels": 24}, 1, "powers of two from 16 to 512 is recorded"),
     ("engine_computes_in_bf16", ENGINE | {"bf16": False}, 1, "used for bf16 alone: float32 and float64 are the oracle's; set --bf16, or"),
