@@ -99,7 +99,7 @@ class SmallWork:
     def placed(self, parts: Sequence[Tensor], num_queries: int, heads: int) -> Tensor:
         """[Q, h, d], the inverse of `queries`."""
         if self.is_whole:
-            return parts[0].view(heads, num_queries, -1).transpose(0, 1)
+            return parts[0].view(heads, num_queries, -1).transpose(0, 1).contiguous()  # else whoever flattens it has a node more
         places = self._once(self._places, num_queries, heads)
         return _joined(parts).index_select(0, places).view(num_queries, heads, -1)
 
