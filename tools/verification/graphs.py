@@ -66,6 +66,7 @@ class Case:
 
 CASES = (
     Case("dp2, auxiliary loss", 2, ("--moe-aux-loss-coeff", "0.1")),
+    Case("dp2, coins", 2, ("--self-conditioning-prob", "0.5", "--use-distributed-optimizer")),
     Case("ep2 alltoall", 2, (*EP2, *BOUND)),
     Case("ep2 alltoall, full recompute", 2, (*EP2, *BOUND, "--recompute-granularity", "full")),
     Case("tp2", 2, TP2),
