@@ -24,9 +24,10 @@ from megatron_dllm.training.operations import Operations, StepOperations, TokenC
 LAYER_TFLOPS, ATTENTION_TFLOPS, HEAD_TFLOPS = 450.0, 250.0, 650.0
 TRAINED_BYTES, FROZEN_BYTES, REPEATED_BYTES = 16, 10, 2
 ONE_BACKWARD_BYTES = 2  # that are not read where both passes have one backward, or drafts are made beforehand, without any
-# In a pipeline the backward of each pass is one by itself, so that a weight's fp32 gradient is read and written once more. And all work
-# takes so many times as long: two H200s by graphs, pp2 and pp2 vpp2 with streams; perhaps transfers that wait take processors from it.
-PIPELINE_BYTES, PIPELINE_SLOWDOWN = 8, 1.3
+# In a pipeline the backward of each pass is one by itself, so that a weight's fp32 gradient is read and written once more in a microbatch
+# with drafts, and 16-bit gradients of dense layers are added to theirs one by one: two H200s by graphs, pp2, and pp2 vpp2 with streams.
+# Bytes in whose time that is done; by count they would be 8.
+PIPELINE_BYTES = 23
 # What residual streams add to a layer's work at n = 4, by CUDA graphs on one H200: 118.1 ms beside 110.0 for 6 layers with the head.
 STREAMS_SHARE = 0.10
 # Milliseconds in which the host starts a layer's forward and backward for one microbatch, without graphs, on the faster of the hosts that
@@ -176,10 +177,9 @@ def moved_ms(weights: Mapping[tuple[str, bool, int], float], run: RunConfig) -> 
                for (grid, trained, _), count in weights.items()) / COPY_TB_PER_S / 1e9
 
 
-def work_factor(run: RunConfig) -> float:
-    """What residual streams and a pipeline make of the work."""
-    streams = 1 + STREAMS_SHARE * run.model.mhc_num_residual_streams / 4 if run.model.enable_mhc_connections else 1.0
-    return streams * (PIPELINE_SLOWDOWN if run.parallel.pipeline_model_parallel_size > 1 else 1.0)
+def streams_factor(run: RunConfig) -> float:
+    """What residual streams make of the layers' work."""
+    return 1 + STREAMS_SHARE * run.model.mhc_num_residual_streams / 4 if run.model.enable_mhc_connections else 1.0
 
 
 def launch_ms(run: RunConfig, layers: float, host: float = 1.0) -> float:

@@ -168,7 +168,7 @@ def _time(run: RunConfig, predicted: memory.Forecast, counted: StepOperations, m
     layers = (run.model.num_layers + run.model.mtp_num_layers) / pp
     own = predicted.elements.of_stage(*memory.stage_of(run, None, 0))
     moved = timing.moved_ms(own, run) / pp
-    compute = (timing.work_ms(counted, machine.gpu) / gpus + microbatches * moved) * timing.work_factor(run)
+    compute = (timing.work_ms(counted, machine.gpu) / gpus + microbatches * moved) * timing.streams_factor(run)
     hidden = timing.HIDDEN_SHARE * compute / microbatches if pp == 1 else 0.0
     compute += microbatches * timing.routing_ms(run, layers)
     # Edges of a pipeline are part of its waiting.

@@ -78,7 +78,7 @@ def _parts(run: RunConfig, counted: StepOperations, predicted: memory.Forecast, 
            beside_ms: float) -> tuple[Loops, Loops, Loops, float]:
     """(a layer, what stands before the first, head with the drafts' soft embedding, the latter's gradient) of a microbatch on the ranks of
     its stage, which compute `share` of all operations between them."""
-    model, factor = run.model, timing.work_factor(run)
+    model, factor = run.model, timing.streams_factor(run)
     tokens = timing.token_counts(run, run.training.micro_batch_size)
     clean, canvas = int(tokens.clean.sum()), int(tokens.canvas.sum())
     drafted = int(tokens.canvas[tokens.self_conditioned].sum())
