@@ -34,10 +34,13 @@ def initialize(config: ParallelConfig, *, device: str = "auto", timeout_minutes:
     own_device = choose_device(device, local_rank)
     if launch is not None:
         if own_device.type == "cuda":
-            torch.cuda.set_device(own_device)
-            # NCCL registers the buffers of what a CUDA graph records, and takes each for one allocation; with expandable segments they are
-            # not, and a replay waits for ever (pytorch issue 158029). It reads this once, when it starts.
+            # Both are read once, when CUDA and NCCL start. Among few hardware queues work may stand behind a transfer that waits for it:
+            # a recorded pipeline of 8 microbatches did not end with CUDA's own 8, and did with as many as there can be.
+            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+            # NCCL would register the buffers of what a CUDA graph records, and takes each for one allocation, which those of expandable
+            # segments are not (pytorch issue 158029).
             os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
+            torch.cuda.set_device(own_device)
         dist.init_process_group(
             BACKENDS[own_device.type],
             init_method=launch.init_method,
