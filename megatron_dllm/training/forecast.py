@@ -251,7 +251,7 @@ def forecast(run: RunConfig, world_size: int, canvases_per_row: int = 1) -> Fore
         room = room_bytes(run, tokens) if keeps_experts(training) else 0.0
         activations = microbatches_kept * sum(tokens * activation_bytes(run, kind) + room for kind in types)
         buffers = buffer_bytes(run, own, tokens)
-        if training.cuda_graph_impl != "none" and world_size > 1:
+        if training.cuda_graph_impl != "none" and world_size > 1 and microbatches > 1 and layout is None:
             # The last microbatch has a recording of its own, with the gradients' sums, and is called beside that of the others first.
             buffers += activations + buffers - RUNTIME_BYTES
         buffers += recorded_bytes(run) * len(types)

@@ -125,20 +125,20 @@ class Recordings:
     limit: int
     held: dict[Hashable, tuple[StaticInputs, Recording]] = field(default_factory=dict)
     seen: set[int] = field(default_factory=set)
-    met: set[int] = field(default_factory=set)  # keys that have come, and may not have been run
+    met: set[int] = field(default_factory=set)  # forms of all ranks that have come, and may not have been run
 
     @property
     def is_full(self) -> bool:
         """Whether no more are taken."""
         return len(self.held) >= self.limit
 
-    def wants(self, key: Hashable) -> bool:
-        """Whether a unit of this key is to be run here: it has come before, and is held or may be."""
+    def wants(self, key: Hashable, forms: Hashable) -> bool:
+        """Whether a unit of this key is to be run here: it is held, or may be and these forms have come before."""
         if key in self.held or self.is_full:
             return key in self.held
         if len(self.met) >= MOST_MET:  # on every rank at once, since all have met the same
             self.met.clear()
-        is_known, _ = hash(key) in self.met, self.met.add(hash(key))
+        is_known, _ = hash(forms) in self.met, self.met.add(hash(forms))
         return is_known
 
 
@@ -180,8 +180,8 @@ class GraphedMicrobatches:
         last = self._any
         if self._last is not None:
             # After the others, which may change the state. Every rank holds as many of these recordings, so that all of them agree.
-            key, = self._joint([(forms[-1], self.state())], self.everyone)
-            if self._last.wants(key):
+            of_all, key = self._joint([forms[-1], (forms[-1], self.state())], self.everyone)
+            if self._last.wants(key, of_all):
                 keys[-1], last = key, self._last
         self.has_summed = last is self._last
         return [*results, self._one(last, keys[-1], units[-1])]

@@ -57,7 +57,7 @@ TIMEOUT_MINUTES = 2.0
 TABLE_SECONDS = 10.0  # of --seconds: kept for ending what has not ended, and for the table with its predictions
 SCRIPT = Path(__file__).resolve().parents[1] / "benchmark.py"
 AGREE = {True: 1e-5, False: 2e-3}  # relative difference of first losses: of the toy's in fp32, of those in bf16
-WARMUP = 5  # steps: of graphs the first is a call, the second recorded; the third calls with the sums of gradients, the fourth records it
+WARMUP = 5  # steps: with graphs the first ones are calls and recordings, of microbatches and of the last one with the gradients' sums
 
 
 @dataclass(frozen=True)
