@@ -183,7 +183,7 @@ def microbatch_inputs(streams: Streams, config: ModelConfig, *, dtype: torch.dty
         clean=StreamInputs(_tensor(clean.tokens, device)), canvas=StreamInputs(_tensor(canvas.tokens, device)), uniform_null=uniform_null,
         first_pass=first_pass, first_scored=first_scored, draft_rows=_tensor(np.flatnonzero(drafts), device),
         second_tokens=_tensor(canvas.tokens[again], device), second_pass=second_pass, second_scored=second_scored,
-        further=_further(streams, config, mtp_scale, context_split=context_split, split=split, packed=packed, **place)
+        further=_further(streams, config, mtp_scale, context_split=context_split, split=split, one_form=one_form, packed=packed, **place)
         if config.mtp_num_layers else None, draft=draft, joint=joint,
         left_out=None if streams.left_out is None else _tensor(streams.left_out[shared.own_canvas], device))
 
@@ -207,7 +207,7 @@ def _draft_inputs(streams: Streams, seen: np.ndarray, config: ModelConfig, *, pa
 
 
 def _further(streams: Streams, config: ModelConfig, scale: float, *, context_split: ContextSplit, split: SequenceSplit,
-             packed: Set[str], device: torch.device, dtype: torch.dtype) -> FurtherInputs:
+             one_form: bool, packed: Set[str], device: torch.device, dtype: torch.dtype) -> FurtherInputs:
     """Depth d reads token i + d + 1 and predicts what that one predicts, with its weight: the same targets and denominators."""
     count, depths = len(streams.clean), config.mtp_num_layers
     nothing = np.zeros(0, np.int64)
@@ -218,9 +218,10 @@ def _further(streams: Streams, config: ModelConfig, scale: float, *, context_spl
     everywhere, group = np.ones(len(own), bool), np.full(len(own), MTP_GROUP)
     return FurtherInputs(
         token_pass(config, dict.fromkeys(LAYER_TYPES, clean), streams.clean.positions[own], num_clean=len(own), device=device,
-                   shards=shared.first_pass(), split=split, packed=packed),
+                   shards=shared.first_pass(), split=split, packed=packed, one_form=one_form),
         tuple(_tensor(stream.tokens, device) for stream in follows),
-        tuple(_scored([(stream, group, None)], everywhere, device=device, dtype=dtype) for stream in follows))
+        tuple(_scored([(stream, group, None)], everywhere, multiple=None if one_form else 1, device=device, dtype=dtype)
+              for stream in follows))
 
 
 def _moved(clean: TokenStream, visibility: Visibility, places: int, scale: float, pad: int) -> TokenStream:

@@ -31,15 +31,11 @@ def initialize(config: ParallelConfig, *, device: str = "auto", timeout_minutes:
         if launch is None:
             raise ValueError(f"{error} (this is one process; start several with torchrun --nproc-per-node N or srun)") from None
         raise
+    if launch is not None:
+        prepare_environment()
     own_device = choose_device(device, local_rank)
     if launch is not None:
         if own_device.type == "cuda":
-            # Both are read once, when CUDA and NCCL start. Among few hardware queues work may stand behind a transfer that waits for it:
-            # a recorded pipeline of 8 microbatches did not end with CUDA's own 8, and did with as many as there can be.
-            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-            # NCCL would register the buffers of what a CUDA graph records, and takes each for one allocation, which those of expandable
-            # segments are not (pytorch issue 158029).
-            os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
             torch.cuda.set_device(own_device)
         dist.init_process_group(
             BACKENDS[own_device.type],
@@ -51,6 +47,16 @@ def initialize(config: ParallelConfig, *, device: str = "auto", timeout_minutes:
             device_id=own_device if own_device.type == "cuda" else None,
         )
     return create_context(topology, rank=rank, device=own_device, sequence_parallel=config.sequence_parallel)
+
+
+def prepare_environment() -> None:
+    """Set what CUDA and NCCL read once, when they start, unless it is set already."""
+    # Among few hardware queues work may stand behind a transfer that waits for it: a recorded pipeline of 8 microbatches did not end with
+    # CUDA's own 8, and did with as many as there can be.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    # NCCL would register the buffers of what a CUDA graph records, and takes each for one allocation, which those of expandable segments
+    # are not (pytorch issue 158029).
+    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
 
 
 def choose_device(device: str, local_rank: int) -> torch.device:

@@ -138,8 +138,9 @@ class Recordings:
             return key in self.held
         if len(self.met) >= MOST_MET:  # on every rank at once, since all have met the same
             self.met.clear()
-        is_known, _ = hash(forms) in self.met, self.met.add(hash(forms))
-        return is_known
+        has_met = hash(forms) in self.met
+        self.met.add(hash(forms))
+        return has_met
 
 
 class GraphedMicrobatches:

@@ -26,14 +26,14 @@ def gated_gelu(gate_up: Tensor) -> Tensor:
 
 
 @functools.cache
-def _slope(dtype: torch.dtype) -> Tensor:
-    return torch.tensor(SLOPE, dtype=dtype)
+def _slope(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor(SLOPE, dtype=dtype, device=device)
 
 
 def gated_gelu_in_torch(gate_up: Tensor) -> tuple[Tensor, Tensor]:
     """gelu_tanh(gate) * up [N, I] from gate_up [N, 2, I], at least fp32, and the sigmoid of which gelu is gate times."""
     gate, up = gate_up.unbind(1)
-    sigmoid = torch.addcmul(_slope(gate.dtype), gate, gate, value=CUBE).mul_(gate).sigmoid_()
+    sigmoid = torch.addcmul(_slope(gate.dtype, gate.device), gate, gate, value=CUBE).mul_(gate).sigmoid_()
     return (gate * sigmoid).mul_(up), sigmoid
 
 
@@ -52,7 +52,7 @@ def gradient_of_gated_gelu(grad: Tensor, gate_up: Tensor, sigmoid: Tensor, weigh
         of_value = through_gelu * gate
         torch.mul(of_value, weights, out=of_up)
         of_weights, up = of_value.mul_(up).sum(1), up * weights
-    through_gelu.addcmul_(through_sigmoid, torch.addcmul(_slope(gate.dtype), gate, gate, value=3 * CUBE))
+    through_gelu.addcmul_(through_sigmoid, torch.addcmul(_slope(gate.dtype, gate.device), gate, gate, value=3 * CUBE))
     torch.mul(through_gelu, up, out=of_gate)
     return of_both, of_weights
 

@@ -62,7 +62,8 @@ FAULTS = {other_coin: FIRST_LOSS, dropped_gradient: FIRST_NORM, stale_stage: FIR
 def missed_figures(rank, faults):
     """The figures that do not hold, with each of the faults."""
     context = create_context(Topology(world=2, pp=2), rank=rank, device=torch.device("cpu"), sequence_parallel=False)
-    arguments = argparse.Namespace(width="toy", microbatches=2, seq_length=32)
+    # Of 32 tokens a row one choice of a router moves a norm further than three roundings happened to.
+    arguments = argparse.Namespace(width="toy", microbatches=2, seq_length=48)
     suite, found = pipeline_runs.Suite(arguments, context, ParallelContext.single(context.device)), []
     reference, variants = pipeline.in_one_process(suite, CASE)
     limits = pipeline.allowed(variants[:-1], reference, arguments.microbatches * arguments.seq_length)

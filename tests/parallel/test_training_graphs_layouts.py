@@ -24,6 +24,9 @@ UNLIKE = {name: graphs.Case(name, 2, (*COINS, *flags)) for name, flags in {
     "pp2": (*graphs.PP2, "Ett|ttL")}.items()}
 
 
+SLOW = "pp2 vpp2, MTP, mHC"  # the others are left to the longest run
+
+
 def compare(rank, case, **options):
     """The figures of a case."""
     base = create_context(Topology(world=case.ranks), rank=rank, device=torch.device("cpu"), sequence_parallel=False)
@@ -36,15 +39,14 @@ def compare(rank, case, **options):
     return graphs.compare(case, base, recorder, response=graphs.CANVAS, **options)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["dp2, auxiliary loss", "tp2+sp ep2", "cp2", "pp2 vpp2, MTP, mHC"])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name == SLOW else pytest.mark.full) for name in (
+    SLOW, "dp2, auxiliary loss", "tp2+sp ep2", "cp2")])
 def test_replayed_steps_are_ordinary_steps(world, name):
     for figures in world.run(partial(compare, case=CASES[name], steps=3), size=CASES[name].ranks, timeout=120):
         assert all(figure.holds for figure in figures), figures
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", UNLIKE)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.full if name == "pp2" else pytest.mark.slow) for name in UNLIKE])
 def test_ranks_agree_where_forms_are_unlike_and_few_are_held(world, name):
     for steps, parameters, _ in world.run(partial(compare, case=UNLIKE[name], steps=5, limit=1), size=2, timeout=120):
         assert steps.holds and parameters.holds, (steps, parameters)

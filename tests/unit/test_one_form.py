@@ -78,6 +78,12 @@ def test_microbatches_of_other_documents_and_coins_have_one_form():
     assert len({form_of(toy_inputs(plan)) for plan in plans}) == 4
 
 
+def test_further_losses_have_one_form():
+    config = dataclasses.replace(CONFIG, mtp_num_layers=2)
+    plans = [toy_plan(None, LENGTHS[start:start + count]) for start, count in ((0, 3), (3, 4))]
+    assert len({form_of(one_form(plan, ObjectiveConfig(), config=config)) for plan in plans}) == 1
+
+
 def test_routers_leave_out_what_is_filled_in():
     objective = OBJECTIVES["plain"]
     plan = toy_plan(objective, LENGTHS[2:6], seed=SEED)

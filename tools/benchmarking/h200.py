@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 TOOL = Path(__file__).resolve().parents[1] / "benchmark.py"
-# transformers compiles for its static cache as long as there are layers: two at batch sizes 1 and 8 take 80 s, six were not done in 100.
+# transformers compiles for its static cache as long as there are layers: two at batch sizes 1 and 8 were not done in 70 s, six not in 100.
 SUITES = {"training": (), "adapters": (), "generation": ("--static-cache-layers", "2", "--static-cache-limit", "100"), "kernels": ()}
 
 
