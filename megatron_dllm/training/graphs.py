@@ -16,6 +16,7 @@ Legend: a *unit* is what is recorded as one, a microbatch or the tuple of a step
 """
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -40,6 +41,7 @@ from .optimizer import MasterOptimizer
 
 ALIGNMENT = 256  # bytes: kernels are compiled for aligned pointers, and those of an allocator are
 MOST_MET = 100_000
+QUEUES = 32  # as many as CUDA has
 
 Unit = MicrobatchInputs | tuple[MicrobatchInputs, ...]
 
@@ -305,7 +307,8 @@ def graphed(model: DiffusionGemma, *, limit: int, message: Callable[[str], None]
             optimizer: MasterOptimizer | None = None, sums_load: bool = False) -> GraphedMicrobatches:
     """A model's microbatches by CUDA graphs, or a step's as one through the `pipeline` that it is a part of; over several ranks with the
     sums of the gradients that the `optimizer` steps by. `sums_load`: an auxiliary loss has data-parallel ranks exchange their experts' load
-    within a microbatch. ValueError where there is no CUDA device, or one on which attention waits for the host."""
+    within a microbatch. ValueError where there is no CUDA device, one on which attention waits for the host, or where a pipeline's
+    transfers share hardware queues with its work."""
     context = model.context
     device = context.device
     if device.type != "cuda":
@@ -313,7 +316,16 @@ def graphed(model: DiffusionGemma, *, limit: int, message: Callable[[str], None]
     if not has_large_shared_memory(device):
         raise ValueError("--cuda-graph-impl local: without the kernels for sm_90 and sm_100, attention is cut by the lengths of the batch, "
                          "which the host reads; set --cuda-graph-impl none")
+    if pipeline is not None:
+        check_queues(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"))
     return graphs_of(model, CudaRecorder(device), limit=limit, message=message, pipeline=pipeline, optimizer=optimizer, sums_load=sums_load)
+
+
+def check_queues(setting: str | None) -> None:
+    """ValueError unless CUDA_DEVICE_MAX_CONNECTIONS, as it is set, gives a recorded pipeline's transfers queues of their own."""
+    if setting is None or int(setting) < QUEUES:
+        raise ValueError(f"--cuda-graph-impl local over a pipeline: with CUDA_DEVICE_MAX_CONNECTIONS={setting or 'not set'} work may stand "
+                         f"behind transfers that wait for it; export CUDA_DEVICE_MAX_CONNECTIONS={QUEUES}, or set --cuda-graph-impl none")
 
 
 def graphs_of(model: DiffusionGemma, recorder: Recorder, *, limit: int, message: Callable[[str], None] = lambda text: None,

@@ -20,6 +20,7 @@ from megatron_dllm.training.graphs import (
     GraphedMicrobatches,
     Recording,
     StaticInputs,
+    check_queues,
     forward_backward_of,
     graphed,
     note,
@@ -213,6 +214,13 @@ def test_inputs_go_to_the_device_in_one_copy():
 def test_without_cuda_graphs_are_refused():
     with pytest.raises(ValueError, match="the device is cpu; set --cuda-graph-impl none"):
         graphed(toy_model(), limit=1, message=print)
+
+
+@pytest.mark.parametrize("setting", [None, "1", "8"])
+def test_recorded_pipelines_want_queues(setting):
+    with pytest.raises(ValueError, match=f"MAX_CONNECTIONS={setting or 'not set'} work may stand.*export CUDA_DEVICE_MAX_CONNECTIONS=32"):
+        check_queues(setting)
+    check_queues("32")
 
 
 WIDE = dataclasses.replace(PRESETS["toy"], num_layers=3, layer_types=("sliding", "sliding", "full"), window_size=32, canvas_length=16)
