@@ -44,7 +44,7 @@ def suite(hang, *, seconds, case_seconds):
     return done.stdout, time.monotonic() - start
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_what_hangs_is_told_with_every_ranks_stack_and_others_go_on():
     output, _ = suite("cp2, lora, long|the end", seconds=240, case_seconds=6)
     of_case, of_end = output[output.index("FAILED cp2, lora, long"):].split("all ran, but their processes did not end by themselves")
