@@ -240,7 +240,7 @@ def _kept(streams: Streams, queries: np.ndarray, config: ModelConfig, *, all_of_
     Some that it does not read are kept with them, as far as there are any, so that their numbers, and with them the launches, are few.
     """
     if all_of_them:
-        return dict.fromkeys(("full", "sliding"), np.arange(len(streams.clean)))
+        return dict.fromkeys(LAYER_TYPES, np.arange(len(streams.clean)))
     seen = {"full": streams.visibility, "sliding": streams.visibility.windowed(config.window_size)}
     return {kind: _filled_up(visibility.kept_keys(queries), len(streams.clean)) for kind, visibility in seen.items()}
 

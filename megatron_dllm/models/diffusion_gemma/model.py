@@ -233,8 +233,7 @@ class DiffusionGemma(nn.Module):
         """Signals of the canvas tokens `rows` (None: all), and for the others what stands for none."""
         if rows is None:
             return self._without_left_out(signal, inputs)
-        null = self.null_signal() if inputs.uniform_null else signal.new_zeros(1, signal.shape[1])
-        return null.expand(len(inputs.canvas.tokens), -1).index_copy(0, rows, signal)
+        return self._no_signal(signal, inputs).expand(len(inputs.canvas.tokens), -1).index_copy(0, rows, signal)
 
     def joint_states(self, inputs: MicrobatchInputs, joint: JointInputs, shared: SharedWeight | None = None) -> Tensor:
         """Final hidden states [T, H], normed, of clean tokens and of canvases, those with a draft as the second pass makes them, with one
@@ -283,8 +282,11 @@ class DiffusionGemma(nn.Module):
         """Signals [T, H] of all canvas tokens, of which some have what stands for no draft in place of theirs."""
         if inputs.left_out is None:
             return signal
-        null = self.null_signal(of_all_tokens=True) if inputs.uniform_null else signal.new_zeros(1, signal.shape[1])
-        return torch.where(inputs.left_out[:, None], null, signal)
+        return torch.where(inputs.left_out[:, None], self._no_signal(signal, inputs), signal)
+
+    def _no_signal(self, signal: Tensor, inputs: MicrobatchInputs) -> Tensor:
+        """What stands for no draft [1, H], beside signals that every rank has of all tokens."""
+        return self.null_signal(of_all_tokens=True) if inputs.uniform_null else signal.new_zeros(1, signal.shape[1])
 
     def enter_canvas(self, x: Tensor, inputs: MicrobatchInputs, token_pass: TokenPass | None = None,
                      signal: Tensor | None = None) -> Tensor:
