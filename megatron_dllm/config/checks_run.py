@@ -82,13 +82,12 @@ def drafts_apart_need_whole_rows(draft_pass: str, split: bool, cp: int, pp: int)
                  {"draft_pass": "auto"})  # fmt: skip
 
 
-@check("draft_pass", "tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size",
-       "expert_tensor_parallel_size")
+@check("draft_pass", "tensor_model_parallel_size", "context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size")
 def joint_backwards_need_one_rank(draft_pass: str, *sizes: int) -> Fault | None:
     if draft_pass != "joint" or max(sizes) == 1:
         return None
-    return Fault("two passes have one backward only where a rank has all layers, experts and tokens",
-                 "set --draft-pass auto, or every parallel size but that of data to 1", {"draft_pass": "auto"})  # fmt: skip
+    return Fault("two passes have one backward only where a rank has its layers with all experts and tokens",
+                 "set --draft-pass auto, or every parallel size but those of data and pipelines to 1", {"draft_pass": "auto"})  # fmt: skip
 
 
 @check("draft_pass", "recompute_granularity", "transformer_impl", "moe_token_dispatcher_type", "lora_dropout", "lora_rank", "lora_targets",

@@ -1,7 +1,8 @@
 """Runs one rank's action list: which tensor goes where is written in the list, and nothing is decided here.
 
     F    the stage's forward. What it reads is cut from the graph: a received tensor, and in loop 1 the contexts of loop 0
-    B    backward from the received gradient (or the loss); of loop 0 also from the gradients that loop 1 left at the contexts
+    B    backward from the received gradient (or the loss); of loop 0 also from the gradients that loop 1 left at the contexts. Of a joint
+         microbatch one for both loops, into what loop 0 received, or of the first stage into the soft embedding
     E    the soft embedding's backward, into the embedding
     S R  transfers, consecutive ones together; a sent output is released when its wait says that it has left
     G    what the caller has to do when a chunk's gradients are complete
@@ -93,7 +94,7 @@ class _Step:
         self.leaving: dict[tuple, Tensor] = {}
         # By (microbatch, chunk, loop) and (microbatch, chunk).
         self.forwards: dict[tuple, Forward] = {}
-        self.contexts: dict[tuple, CutContexts] = {}
+        self.contexts: dict[tuple, Any] = {}  # CutContexts, or of joint microbatches what the stage gave
         self.soft_embeddings: dict[int, Tensor] = {}
         self.outputs: dict[Action, Tensor] = {}
         self.compute = {Kind.FORWARD: self._forward, Kind.BACKWARD: self._backward, Kind.EMBEDDING_GRADIENT: self._embedding_gradient,
@@ -144,33 +145,44 @@ class _Step:
         if received is not None:
             # A message to ourselves may be the sender's own tensor.
             received = received.detach().requires_grad_(torch.is_grad_enabled())
-        earlier = self.contexts[microbatch, chunk].leaves if loop else None
-        output = self.executor.stages[chunk](self.microbatches[microbatch], loop, received, earlier)
+        output = self.executor.stages[chunk](self.microbatches[microbatch], loop, received,
+                                              self._earlier(microbatch, chunk) if loop else None)
         if output.hidden is not None:
             self.leaving[Edge.HIDDEN, microbatch, chunk, loop] = output.hidden
-        else:
+        elif output.report is not None:
             self.reports.append((microbatch, loop, output.report))
         if self.pipeline.self_conditioned[microbatch]:
             self._keep(output, microbatch, chunk, loop)
-        if not self.pipeline.forward_only:
+        if self.pipeline.forward_only:
+            return
+        if loop and self.pipeline.is_joint(microbatch):
+            first = self.forwards[microbatch, chunk, 0].received
+            self.forwards[microbatch, chunk, 0] = Forward(received if first is None else first, output)
+        else:
             self.forwards[microbatch, chunk, loop] = Forward(received, output)
+
+    def _earlier(self, microbatch: int, chunk: int) -> Any:
+        """What loop 1 reads of loop 0."""
+        kept = self.contexts[microbatch, chunk]
+        return kept if self.pipeline.is_joint(microbatch) else kept.leaves
 
     def _keep(self, output: StageOutput, microbatch: int, chunk: int, loop: int) -> None:
         """What loop 1 needs of loop 0, and what E needs."""
+        is_joint = self.pipeline.is_joint(microbatch)
         if loop == 0:
-            self.contexts[microbatch, chunk] = CutContexts.of(output.contexts)
+            self.contexts[microbatch, chunk] = output.contexts if is_joint else CutContexts.of(output.contexts)
             if output.soft_embedding is not None:
                 self.leaving[Edge.SOFT_EMBEDDING, microbatch, chunk, 0] = output.soft_embedding
                 if self.pipeline.has_embedding_gradient(microbatch):
                     self.soft_embeddings[microbatch] = output.soft_embedding
-        elif self.pipeline.forward_only:
+        elif self.pipeline.forward_only or is_joint:
             del self.contexts[microbatch, chunk]
 
     def _backward(self, action: Action) -> None:
         _, microbatch, chunk, loop = action[:4]
         forward = self.forwards.pop((microbatch, chunk, loop))
         roots, gradients = [forward.output.root], [self._read(action)]
-        if loop == 0 and self.pipeline.self_conditioned[microbatch]:
+        if loop == 0 and len(self.pipeline.backward_loops(microbatch)) == 2:
             originals, given = self.contexts.pop((microbatch, chunk)).gradients()
             roots, gradients = roots + originals, gradients + given
         reached = [(root, gradient) for root, gradient in zip(roots, gradients, strict=True) if root.requires_grad]

@@ -10,6 +10,9 @@ Virtual stage i sits on rank i mod P, chunk i div P. A self-conditioned microbat
 
 B'(0) also sends d(soft embedding) to the last stage, where the step E turns it into the embedding's gradient. The draft is detached, so
 d(soft embedding) does not hold up B(S-1). Without a trained embedding there is neither that message nor E.
+
+Where both loops of a microbatch have one backward (`joint`; transformer/joint_backward.py), there is no B': B(s) comes after F'(s), takes
+the canvas in the place of the draft, and B(0) sends d(soft embedding).
 """
 
 from collections.abc import Iterator
@@ -59,7 +62,8 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The work of one step: `self_conditioned` says for each microbatch whether it takes loop 1."""
+    """The work of one step: `self_conditioned` says for each microbatch whether it takes loop 1, `joint` whether its loops have one
+    backward (empty: none of them)."""
 
     ranks: int
     chunks: int
@@ -67,6 +71,7 @@ class Pipeline:
     embedding_trained: bool = True
     forward_only: bool = False
     split_backward: bool = False
+    joint: tuple[bool, ...] = ()
 
     def __post_init__(self) -> None:
         for name, value in (("ranks", self.ranks), ("chunks", self.chunks), ("microbatches", self.microbatches)):
@@ -74,6 +79,10 @@ class Pipeline:
                 raise ValueError(f"a pipeline needs at least 1 of each of ranks, chunks and microbatches; {name} is {value}")
         if self.forward_only and self.split_backward:
             raise ValueError("forward_only and split_backward are both on: there is no backward to split; turn one off")
+        if self.joint and (len(self.joint) != self.microbatches
+                           or any(one and not again for one, again in zip(self.joint, self.self_conditioned, strict=True))):
+            raise ValueError(f"joint is {self.joint} of microbatches that are self-conditioned as {self.self_conditioned}: one backward of "
+                             "two loops is for those that have two; give one flag a microbatch, True only where both are")
 
     @cached_property
     def microbatches(self) -> int:
@@ -85,6 +94,13 @@ class Pipeline:
 
     def loops(self, microbatch: int) -> range:
         return range(2 if self.self_conditioned[microbatch] else 1)
+
+    def is_joint(self, microbatch: int) -> bool:
+        return bool(self.joint) and self.joint[microbatch]
+
+    def backward_loops(self, microbatch: int) -> range:
+        """The loops that have a backward of their own."""
+        return range(1) if self.is_joint(microbatch) else self.loops(microbatch)
 
     def stage(self, rank: int, chunk: int) -> int:
         return chunk * self.ranks + rank
@@ -106,7 +122,7 @@ class Pipeline:
             for chunk in range(self.chunks):
                 for loop in self.loops(microbatch):
                     yield Action(Kind.FORWARD, microbatch, chunk, loop)
-                    if not self.forward_only:
+                    if not self.forward_only and loop in self.backward_loops(microbatch):
                         yield Action(self.backward_kind, microbatch, chunk, loop)
                 if self.split_backward:
                     yield Action(Kind.WEIGHT_GRADIENT, microbatch, chunk)
@@ -119,8 +135,9 @@ class Pipeline:
         if kind == Kind.FORWARD:
             return [Action(kind, microbatch, chunk, 0)] if loop == 1 else []
         if kind == self.backward_kind:
-            context_gradient = [Action(kind, microbatch, chunk, 1)] if loop == 0 and self.self_conditioned[microbatch] else []
-            return [Action(Kind.FORWARD, microbatch, chunk, loop), *context_gradient]
+            second = Kind.FORWARD if self.is_joint(microbatch) else kind  # what comes of it, or the gradient of loop 0's contexts
+            after_second = [Action(second, microbatch, chunk, 1)] if loop == 0 and self.self_conditioned[microbatch] else []
+            return [Action(Kind.FORWARD, microbatch, chunk, loop), *after_second]
         if kind == Kind.WEIGHT_GRADIENT:
             return [Action(self.backward_kind, microbatch, chunk, 0)]
         return [Action(Kind.FORWARD, microbatch, chunk, 0)]  # the embedding's gradient reads the draft
@@ -142,7 +159,7 @@ class Pipeline:
         if kind == self.backward_kind:
             if stage > 0:
                 return message(Edge.GRADIENT, kind, stage - 1, loop)
-            if loop == 1 and self.embedding_trained:
+            if loop == self.backward_loops(microbatch)[-1] and self.has_embedding_gradient(microbatch):
                 return message(Edge.SOFT_EMBEDDING_GRADIENT, Kind.EMBEDDING_GRADIENT, last, 0)
         return []
 

@@ -15,7 +15,7 @@ class PeakMemory:
     activations: int
     """Forwards of loop 0 whose last gradient has not been taken."""
     loop_activations: int
-    """The same for loop 1, which has the canvas tokens only."""
+    """The same for loop 1, which has the canvas tokens only. Of a joint microbatch they are put in loop 0's at once."""
     contexts: int
     """Contexts that loop 1 still reads, or whose gradient loop 0's backward has not yet taken up."""
     buffers: int
@@ -46,21 +46,22 @@ def _changes(pipeline: Pipeline, rank: int, action: Action) -> Iterator[tuple[st
         if pipeline.awaits_message(rank, action):
             yield "buffers", -1
         conditioned = pipeline.self_conditioned[microbatch]
+        ends_at_once = pipeline.forward_only or pipeline.is_joint(microbatch)
         layer = "loop_activations" if loop else "activations"
         if kind == Kind.FORWARD:
             yield layer, 1
             if conditioned and not loop:
                 yield "contexts", 1
-            if pipeline.forward_only:
+            if pipeline.forward_only or loop and ends_at_once:
                 yield layer, -1
                 if loop:
                     yield "contexts", -1
         elif kind == Kind.WEIGHT_GRADIENT:
             yield "activations", -1
-            if conditioned:
+            if len(pipeline.backward_loops(microbatch)) == 2:
                 yield "loop_activations", -1
         elif kind == pipeline.backward_kind:
-            if conditioned and not loop:
+            if conditioned and not loop and not ends_at_once:
                 yield "contexts", -1
             if not pipeline.split_backward:
                 yield layer, -1

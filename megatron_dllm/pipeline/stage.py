@@ -21,20 +21,24 @@ class StageOutput:
     loss            scalar, from the last stage: its backward starts here
     soft_embedding  [T of loop 1, hidden], from the last stage's loop 0 of a self-conditioned microbatch: the signal for loop 1, whose graph
                     ends in the embedding alone
-    contexts        from loop 0, where loop 1 follows
-    report          whatever the caller wants to know of the last stage
+    contexts        from loop 0, where loop 1 follows; whatever the stage likes where both have one backward
+    joined          from loop 1 where both loops have one backward: where that starts, if there is no loss
+    report          whatever the caller wants to know of the last stage; None: nothing
     """
 
     hidden: Tensor | None = None
     loss: Tensor | None = None
     soft_embedding: Tensor | None = None
     contexts: Contexts = field(default_factory=dict)
+    joined: Tensor | None = None
     report: Any = None
 
     @property
     def root(self) -> Tensor:
         """Where the backward starts."""
-        return self.loss if self.hidden is None else self.hidden
+        if self.hidden is None:
+            return self.loss
+        return self.hidden if self.joined is None else self.joined
 
 
 class PipelineStage(Protocol):
@@ -43,7 +47,8 @@ class PipelineStage(Protocol):
     def __call__(self, microbatch: Any, loop: int, received: Tensor | None, earlier: Contexts | None) -> StageOutput:
         """Forward. `received`: hidden states, or in loop 1 of the first stage the soft embedding, or None in its loop 0.
 
-        `earlier`: in loop 1 the contexts that loop 0 of this stage kept. A stage that has nothing to do returns `new_node(received)`.
+        `earlier`: in loop 1 the contexts that loop 0 of this stage kept, cut from its graph unless both loops have one backward. A stage
+        that has nothing to do returns `new_node(received)`.
         """
         ...
 

@@ -25,16 +25,19 @@ class Case:
     coins: str
     overlap: bool = True
     embedding_trained: bool = True
+    is_joint: bool = False
 
     def __str__(self) -> str:
-        return f"P{self.ranks} V{self.chunks} M{self.microbatches} group {self.group}, {self.coins} self-conditioned"
+        kind = ", one backward" * self.is_joint
+        return f"P{self.ranks} V{self.chunks} M{self.microbatches} group {self.group}, {self.coins} self-conditioned{kind}"
 
     @property
     def pipeline(self) -> Pipeline:
         draws = random.Random(f"{self.ranks} {self.chunks} {self.microbatches} {self.group}")
         some = [draws.random() < 0.5 for _ in range(self.microbatches)]
         coins = {"none": [False] * self.microbatches, "some": some, "all": [True] * self.microbatches}[self.coins]
-        return Pipeline(self.ranks, self.chunks, tuple(coins), embedding_trained=self.embedding_trained)
+        return Pipeline(self.ranks, self.chunks, tuple(coins), embedding_trained=self.embedding_trained,
+                        joint=tuple(coins) if self.is_joint else ())
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,8 @@ class Outcome:
 
 
 def cases(*, max_ranks: int, max_chunks: int, max_microbatches: int) -> Iterator[Case]:
-    """All legal sizes up to these, each with every kind of coins; those of the smallest group without overlap and E frozen as well."""
+    """All legal sizes up to these, each with every kind of coins; those of the smallest group also without overlap and with E frozen, and
+    with one backward for both loops."""
     for ranks, chunks, microbatches in _sizes(max_ranks, max_chunks, max_microbatches):
         groups = legal_groups(ranks=ranks, chunks=chunks, microbatches=microbatches)
         for group in groups:
@@ -57,6 +61,7 @@ def cases(*, max_ranks: int, max_chunks: int, max_microbatches: int) -> Iterator
                 yield Case(ranks, chunks, microbatches, group, coins)
         if groups:
             yield Case(ranks, chunks, microbatches, groups[0], "some", overlap=False, embedding_trained=False)
+            yield Case(ranks, chunks, microbatches, groups[0], "some", is_joint=True)
 
 
 def count_refusals(*, max_ranks: int, max_chunks: int, max_microbatches: int) -> int:

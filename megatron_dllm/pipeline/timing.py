@@ -63,7 +63,7 @@ class Costs:
         if kind == Kind.INPUT_GRADIENT:
             return self._input_gradient(stage, action.loop)
         # One step adds the weight gradients of both loops.
-        return sum(self.backward[loop][stage] - self._input_gradient(stage, loop) for loop in pipeline.loops(action.microbatch))
+        return sum(self.backward[loop][stage] - self._input_gradient(stage, loop) for loop in pipeline.backward_loops(action.microbatch))
 
     def _input_gradient(self, stage: int, loop: int) -> int:
         return max(1, self.backward[loop][stage] * (100 - self.weight_percent) // 100)
@@ -136,8 +136,7 @@ def lower_bound(pipeline: Pipeline, costs: Costs) -> int:
 def _own_path(pipeline: Pipeline, costs: Costs, microbatch: int) -> int:
     """Ticks that `microbatch` takes when it has all ranks to itself."""
     stages = range(pipeline.stages)
-    loops = pipeline.loops(microbatch)
-    forward = sum(sum(costs.forward[loop]) for loop in loops)
+    forward = sum(sum(costs.forward[loop]) for loop in pipeline.loops(microbatch))
     if pipeline.forward_only:
         return forward
 
@@ -146,7 +145,7 @@ def _own_path(pipeline: Pipeline, costs: Costs, microbatch: int) -> int:
         return costs.of(pipeline, rank, Action(pipeline.backward_kind, microbatch, chunk, loop))
 
     ends = [forward] * (pipeline.stages + 1)
-    for loop in reversed(loops):
+    for loop in reversed(pipeline.backward_loops(microbatch)):
         for stage in reversed(stages):
             # Loop 0 of a stage comes after loop 1 of the stage and after loop 0 of the next one.
             ends[stage] = max(ends[stage], ends[stage + 1]) + backward(stage, loop)

@@ -4,9 +4,10 @@
     apart    [seen ; draft], without gradient, and [clean ; canvas]     one backward
     joint    [clean ; draft] and [canvas]           one backward, of [clean ; canvas]
 
-Joint is the least work, and on a GPU is taken wherever it can be: it has to know what layers keep for their backward (transformer/
-joint_backward.py), so nothing may be computed again, be elsewhere, or be another package's. On a CPU what it does more takes as long as
-what it spares.
+Joint is the least work, and on a GPU that has all layers is taken wherever it can be: it has to know what layers keep for their backward
+(transformer/joint_backward.py), so nothing may be computed again, be elsewhere, or be another package's. Over the stages of a pipeline,
+each of which joins the passes of its own layers, it is taken where it is asked for. On a CPU what it does more takes as long as what it
+spares.
 
 Of the others: `seen` are the clean tokens that drafts see, which so go forward twice. In exchange the backward reads the experts' weights
 once instead of twice. Where tokens are few that is more: 128 experts of 3 x 2816 x 704 numbers are 1.5 GB, which an H200 reads in 0.33 ms,
@@ -121,7 +122,7 @@ def order_of_passes(run: RunConfig, plan: BatchPlan, number: int, *, on_gpu: boo
     drafted = [own for own in (PassSizes.of(rank[number]) for rank in plan.microbatches) if own.drafts]
     if not drafted:
         return "shared"
-    if can_join and (on_gpu or wanted == "joint" and all(is_short(own, run.model.window_size) for own in drafted)):
+    if can_join and wants_joint(run, on_gpu=on_gpu) and (on_gpu or all(is_short(own, run.model.window_size) for own in drafted)):
         return "joint"
     if on_gpu:
         is_apart = all(chosen_apart(run, own) for own in drafted)
@@ -138,9 +139,16 @@ def is_short(sizes: PassSizes, window: int) -> bool:
             and is_small(sizes.a_canvas, sizes.longest + sizes.a_canvas, causal=False))
 
 
+def wants_joint(run: RunConfig, *, on_gpu: bool) -> bool:
+    """Whether --draft-pass takes one backward where it can be had."""
+    wanted = run.training.draft_pass
+    return wanted == "joint" or wanted == "auto" and on_gpu and run.parallel.pipeline_model_parallel_size == 1
+
+
 def may_be_joint(run: RunConfig, device: torch.device) -> bool:
-    """Whether one rank has everything and keeps it all, in functions that keep what transformer/joint_backward.py knows, and no loss
-    depends on the order. On a GPU these are the kernels for sm_90 and sm_100. Asks the device, which a forked process cannot."""
+    """Whether a rank has its layers, all experts and tokens whole and keeps it all, in functions that keep what
+    transformer/joint_backward.py knows, and no loss depends on the order. On a GPU these are the kernels for sm_90 and sm_100. Asks the
+    device, which a forked process cannot."""
     parallel, training, lora, model = run.parallel, run.training, run.lora, run.model
     ranks = parallel.tensor_model_parallel_size * parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size
     adapts_experts = lora.lora_rank is not None and "experts" in lora.lora_targets
@@ -161,7 +169,7 @@ def choice_of_passes(run: RunConfig, device: torch.device) -> list[str]:
     """A line for the log on what --draft-pass auto takes on this device; none where there is nothing to choose."""
     if run.training.draft_pass != "auto" or run.objective.objective == "ar" or run.objective.self_conditioning_prob == 0:
         return []
-    joint = device.type == "cuda" and may_be_joint(run, device)
+    joint = wants_joint(run, on_gpu=device.type == "cuda") and may_be_joint(run, device)
     taken = "joint" if joint else "apart or shared, by what they cost" if _may_be_apart(run) else "shared"
     return [f"canvases that are decoded twice: --draft-pass {taken}"]
 
@@ -176,12 +184,10 @@ def chosen_apart(run: RunConfig, sizes: PassSizes) -> bool:
 
 
 def _may_be_apart(run: RunConfig) -> bool:
-    """Whether each rank has its rows whole, no loss depends on the order, and forms may follow from how much drafts see."""
-    return _may_be_in_one_pass(run) and run.training.cuda_graph_canvas_multiple is None
+    """Whether each rank has its rows and all layers, no loss depends on the order, and forms may follow from how much drafts see."""
+    return _may_be_in_one_pass(run) and run.parallel.pipeline_model_parallel_size == 1 and run.training.cuda_graph_canvas_multiple is None
 
 
 def _may_be_in_one_pass(run: RunConfig) -> bool:
     """Whether each rank has its rows whole, and no loss depends on the order."""
-    parallel = run.parallel
-    is_whole = parallel.context_parallel_size * parallel.pipeline_model_parallel_size == 1 and not parallel.sequence_parallel
-    return is_whole and not run.moe.moe_aux_loss_coeff
+    return run.parallel.context_parallel_size == 1 and not run.parallel.sequence_parallel and not run.moe.moe_aux_loss_coeff

@@ -38,7 +38,8 @@ ALL, SOME, NONE = "AAAA", "A100", "0000"
 @dataclass(frozen=True)
 class PipelineCase:
     """`layout` over `sizes` (Topology's keywords). `coins`: for each data-parallel rank, of each microbatch: 0 no example is
-    self-conditioned, 1 the first of its two, A both. one_form: filled up to one form, no draft being a uniform one."""
+    self-conditioned, 1 the first of its two, A both. one_form: filled up to one form, no draft being a uniform one. joint: both loops
+    have one backward."""
 
     sizes: tuple[tuple[str, int], ...]
     layout: str
@@ -52,6 +53,7 @@ class PipelineCase:
     mtp: int = 0
     dropout: bool = False
     one_form: bool = False
+    joint: bool = False
 
     @property
     def topology(self) -> Topology:
@@ -113,6 +115,7 @@ def make_inputs(case: PipelineCase, plan: BatchPlan, rank: int, number: int, con
     return microbatch_inputs(
         streams, config, dtype=torch.float64, one_form=case.one_form, uniform_null=case.one_form, split=SequenceSplit.of(context),
         context_split=ContextSplit.of(context, ParallelConfig(context_parallel_size=context.cp.size), objective, config),
+        passes="joint" if case.joint else "shared",
         second_loop=max(context.pp.size, context.ep.size, context.etp.size) > 1 and plan.second_loop(number))
 
 
@@ -123,7 +126,8 @@ def whole_model(config: ModelConfig) -> DiffusionGemma:
 
 
 def one_process(case: PipelineCase, plan: BatchPlan) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss and gradients of the whole batch."""
+    """Loss and gradients of the whole batch, a backward for each loop."""
+    case = dataclasses.replace(case, joint=False)
     model = whole_model(case.config)
     model.zero_grad()
     loss = 0.0

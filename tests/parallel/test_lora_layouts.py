@@ -46,6 +46,7 @@ def give_values(model) -> None:
 
 
 def one_process(case: PipelineCase, plan, lora: LoRAConfig):
+    case = replace(case, joint=False)
     model = toy_model(config=case.config)
     add_adapters(model, lora, Initializer(3, 0.1))
     give_values(model)
@@ -98,6 +99,7 @@ CASES = {
     "cp2": PipelineCase(sizes(world=2, cp=2), "", coins=("A1",)),
     "dp2, distributed optimizer": PipelineCase(sizes(world=2), "", coins=("A1", "00"), distributed_optimizer=True),
     "pp2": PipelineCase(sizes(world=2, pp=2), "Et|ttL", coins=("A10",)),
+    "pp2, joint": PipelineCase(sizes(world=2, pp=2), "Et|ttL", coins=("A10",), joint=True),
     "pp2, embedding alone first": PipelineCase(sizes(world=2, pp=2), "E|tttL", coins=("A10",)),
     "pp2 vpp2, full recompute": PipelineCase(sizes(world=2, pp=2), "E|t|t|tL", coins=("A100",), recompute=frozenset({"block"})),
     "tp2 sp, pp2": PipelineCase(sizes(world=4, tp=2, pp=2), "Et|ttL", coins=("A1",), sequence_parallel=True),
@@ -109,7 +111,8 @@ QUICK = ("tp2 sp", "ep2 etp2", "pp2, embedding alone first", "tp2 sp, recompute,
 
 @pytest.mark.parametrize("case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in CASES])
 def test_layout(world, case):
-    targets = ("attention", "mlp") if CASES[case].dropout else ("experts", "mlp", "attention") if "alone" in case else ALL
+    is_short = CASES[case].dropout or CASES[case].joint
+    targets = ("attention", "mlp") if is_short else ("experts", "mlp", "attention") if "alone" in case else ALL
     results = world.run(compare, CASES[case], targets, size=CASES[case].topology.world)
     for rank, found in enumerate(results):
         assert found.difference <= TOLERANCE and found.loss <= TOLERANCE and found.norm <= TOLERANCE, f"rank {rank}: {found}"

@@ -29,11 +29,23 @@ CASES = {
     "tp2 sp pp2": PipelineCase(sizes(world=4, pp=2, tp=2), "Et|ttL", sequence_parallel=True),
     "tp2 sp pp2, one form": PipelineCase(sizes(world=4, pp=2, tp=2), "Et|ttL", ("10A0",), sequence_parallel=True, one_form=True),
     "cp2 pp2": PipelineCase(sizes(world=4, pp=2, cp=2), "Et|ttL"),
+    "one rank, three chunks, joint": PipelineCase(sizes(world=1), "Et|t|tL", joint=True),
+    "pp2, joint": PipelineCase(PP2, "Et|ttL", joint=True),
+    "pp2, all joint, embedding and loss alone": PipelineCase(PP2, "E|ttt||L", (ALL,), joint=True),
+    "pp2 vpp3 with an empty stage, mhc, joint": PipelineCase(PP2, "Et|t||t||L", mhc=True, joint=True),
+    "pp2 with multi-token prediction, joint": PipelineCase(PP2, "Et|ttmL", mtp=1, joint=True),
+    "pp2 dp2, joint": PipelineCase(sizes(world=4, pp=2), "Et|ttL", ("1100", "A000"), distributed_optimizer=True, joint=True),
+    "pp2, one form, joint": PipelineCase(PP2, "Et|ttL", ("10A0",), one_form=True, joint=True),
     "ep2 pp2": PipelineCase(sizes(world=4, pp=2, ep=2), "Et|ttL", ("100", "010")),
 }
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+SLOW = ("pp2, all joint, embedding and loss alone", "pp2 vpp3 with an empty stage, mhc, joint", "pp2 dp2, joint")
+FULL = ("one rank, three chunks, joint", "pp2 with multi-token prediction, joint", "pp2, one form, joint")  # left to the longest run
+MARKS = dict.fromkeys(SLOW, pytest.mark.slow) | dict.fromkeys(FULL, pytest.mark.full)
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=name, marks=MARKS.get(name, ())) for name, case in CASES.items()])
 def test_model_pipeline(world, case):
     for rank, found in enumerate(world.run(compare, case, size=case.topology.world)):
         assert found.difference <= TOLERANCE, f"rank {rank}: {found}"
@@ -55,3 +67,14 @@ def metrics_of(rank):
 def test_metrics_of_all_stages_come_together(world):
     for found in world.run(metrics_of, size=2):
         assert found == {"router_z_loss": 3.0, "routing/layers.1/clean/entropy": 1.5}
+
+
+def lose_the_signal(model, context):
+    """As if nothing of the backward reached the soft embedding."""
+    whole = model.of_all_canvases
+    model.of_all_canvases = lambda signal, *given: whole(signal.detach(), *given)
+
+
+def test_one_backward_reaches_the_soft_embedding(world):
+    found = world.run(compare, PipelineCase(PP2, "Et|ttL", (ALL,), joint=True), lose_the_signal, size=2)
+    assert all(rank.worst == "embedding.weight" and rank.difference > 1e-6 and rank.loss <= TOLERANCE for rank in found), found

@@ -42,7 +42,7 @@ def test_good_runs_have_no_problem():
 CASES: list[tuple[str, dict, int, str]] = [
     ("drafts_apart_need_whole_rows", {"draft_pass": "apart", "context_parallel_size": 2}, 2, "--draft-pass apart"),
     ("drafts_apart_change_a_loss", {"draft_pass": "apart", "moe_aux_loss_coeff": 0.01}, 1, "--draft-pass apart"),
-    ("joint_backwards_need_one_rank", {"draft_pass": "joint", "tensor_model_parallel_size": 2}, 2, "but that of data to 1"),
+    ("joint_backwards_need_one_rank", {"draft_pass": "joint", "tensor_model_parallel_size": 2}, 2, "but those of data and pipelines to 1"),
     ("joint_backwards_need_our_layers", {"draft_pass": "joint", "recompute_granularity": "full"}, 1, "leave out recompute, other packages"),
     ("linear_gradients_can_be_fused", {"gradient_accumulation_fusion": True}, 1, "in fp32 torch adds every gradient to its buffer"),
     ("linear_gradients_can_be_fused", ENGINE | {"gradient_accumulation_fusion": True}, 1, "hand their gradients to autograd; set"),

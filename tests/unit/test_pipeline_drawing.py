@@ -122,7 +122,8 @@ def test_plan_pipeline_sweep(plan, capsys, monkeypatch, tmp_path):
     picture = tmp_path / "new" / "example.png"
     assert plan("pipeline", "--sweep", "--quick", "--processes", 1, "--picture", picture) == 0
     *_, last = capsys.readouterr().out.splitlines()
-    # 3 kinds of coins and one case without overlap; 4 numbers of microbatches on 1 chunk, 10 and 4 groups (4 and 3 numbers) on 2 chunks
-    assert last.startswith(f"checked {4 * (4 + 4) + 3 * (10 + 4) + (4 + 3)} schedules (")
+    # 3 kinds of coins, one case without overlap and one with one backward for both loops; 4 numbers of microbatches on 1 chunk, 10 and
+    # 4 groups (4 and 3 numbers) on 2 chunks
+    assert last.startswith(f"checked {5 * (4 + 4) + 3 * (10 + 4) + 2 * (4 + 3)} schedules (")
     assert "0 bad; 22 illegal group sizes refused" in last
     assert picture.exists()

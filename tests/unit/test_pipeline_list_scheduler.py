@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from megatron_dllm.pipeline.actions import format_actions
+from megatron_dllm.pipeline.actions import format_actions, parse_action
 from megatron_dllm.pipeline.assembly import compute_lists
 from megatron_dllm.pipeline.graph import Pipeline
 from megatron_dllm.pipeline.list_scheduler import kept_limits, list_schedule
@@ -52,7 +52,9 @@ def test_list_schedule_without_loops_is_the_closed_form(equal_stages):
         assert schedule(pipeline, group=group, costs=costs) == compute_lists(pipeline, group=group, costs=costs), pipeline
 
 
-@pytest.mark.parametrize("options", [dict(), dict(split_backward=True), dict(forward_only=True), dict(embedding_trained=False)])
+@pytest.mark.parametrize("options", [
+    dict(), dict(split_backward=True), dict(forward_only=True), dict(embedding_trained=False),
+    dict(joint=(True, False, False, True, False, False)), dict(joint=(True, False, False, True, True, False), split_backward=True)])
 def test_list_schedule_runs_every_step_once(options):
     pipeline = Pipeline(3, 2, (True, False, False, True, True, False), **options)
     for rank, actions in enumerate(schedule(pipeline)):
@@ -62,8 +64,10 @@ def test_list_schedule_runs_every_step_once(options):
 
 @pytest.mark.parametrize("ranks, chunks, microbatches", [(2, 1, 8), (4, 1, 16), (4, 2, 16), (8, 1, 16), (4, 3, 12), (8, 2, 16)])
 @pytest.mark.parametrize("coins", ["half", "all"])
-def test_list_schedule_with_loops_comes_near_the_lower_bound(ranks, chunks, microbatches, coins):
-    pipeline = Pipeline(ranks, chunks, tuple(coins == "all" or m % 2 == 0 for m in range(microbatches)))
+@pytest.mark.parametrize("is_joint", [False, True])
+def test_list_schedule_with_loops_comes_near_the_lower_bound(ranks, chunks, microbatches, coins, is_joint):
+    conditioned = tuple(coins == "all" or m % 2 == 0 for m in range(microbatches))
+    pipeline = Pipeline(ranks, chunks, conditioned, joint=conditioned if is_joint else ())
     costs = Costs.uniform(pipeline.stages)
     makespan = time_compute(pipeline, schedule(pipeline), costs).makespan
     assert lower_bound(pipeline, costs) <= makespan <= 1.025 * lower_bound(pipeline, costs)
@@ -101,3 +105,22 @@ def test_kept_limits():
     assert kept_limits(Pipeline(4, 1, (False,) * 8), group=1, extra_warmup=0, kept_limit=None) == [4, 3, 2, 1]
     assert kept_limits(Pipeline(4, 2, (False,) * 8), group=4, extra_warmup=1, kept_limit=None) == [12, 10, 8, 6]
     assert kept_limits(Pipeline(4, 2, (False,) * 8), group=4, extra_warmup=1, kept_limit=9) == [9, 9, 8, 6]
+
+
+def test_one_backward_for_both_loops():
+    """Takes the place of two: after the second forward, and with the message that the second backward had."""
+    pipeline = Pipeline(2, 1, (True, False), joint=(True, False))
+    lists = schedule(pipeline, group=1)
+    assert [str(action) for action in lists[1]].count("B0.0") == 1 and not any("B0.0'" in map(str, actions) for actions in lists)
+    for actions in lists:
+        assert actions.index(parse_action("B0.0")) > actions.index(parse_action("F0.0'"))
+    message, = pipeline.outputs(0, parse_action("B0.0"))
+    assert (message.edge, message.destination, str(message.consumer)) == ("d", 1, "E0.0")
+    peaks = [peak_memory(pipeline, rank, actions) for rank, actions in enumerate(lists)]
+    assert all(peak.contexts == 1 and peak.loop_activations == 1 for peak in peaks)
+
+
+@pytest.mark.parametrize("joint", [(True,), (True, True), (True, False, False)])
+def test_one_backward_needs_two_loops(joint):
+    with pytest.raises(ValueError, match="give one flag a microbatch, True only where both are"):
+        Pipeline(2, 1, (True, False), joint=joint)

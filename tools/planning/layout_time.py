@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from megatron_dllm.config import RunConfig
-from megatron_dllm.training.draft_pass import PassSizes, chosen_apart, may_be_joint
+from megatron_dllm.training.draft_pass import PassSizes, chosen_apart, may_be_joint, wants_joint
 from megatron_dllm.training.forecast import keeps_experts, num_passes
 from megatron_dllm.training.operations import Operations, StepOperations, TokenCounts, causal_pairs, stack_operations, step_operations
 
@@ -146,7 +146,7 @@ def with_draft_pass(run: RunConfig, canvases: int) -> RunConfig:
         tokens = replace(tokens, canvas_prefix=np.full_like(tokens.canvas_prefix, max(run.data.seq_length - run.model.canvas_length, 0)))
     sizes = pass_sizes(tokens, canvases)
     # Of a CPU the configuration alone is asked, not what it can; our kernels for a GPU take 16 bits.
-    is_joint = sizes.drafts and run.training.bf16 and may_be_joint(run, torch.device("cpu"))
+    is_joint = sizes.drafts and run.training.bf16 and wants_joint(run, on_gpu=True) and may_be_joint(run, torch.device("cpu"))
     is_apart = run.training.draft_pass == "auto" and chosen_apart(run, sizes)
     return replace(run, training=replace(run.training, draft_pass="joint" if is_joint else "apart" if is_apart else "shared"))
 
@@ -166,8 +166,9 @@ def work_ms(counted: StepOperations, gpu: str) -> float:
 def moved_ms(weights: Mapping[tuple[str, bool, int], float], run: RunConfig) -> float:
     """For what a microbatch moves for one rank's weights, given as elements by (grid, trained, bytes of an element)."""
     training = run.training
-    in_loops = PIPELINE_BYTES * (num_passes(run) - 1) * (run.parallel.pipeline_model_parallel_size > 1)
-    spared = ONE_BACKWARD_BYTES if training.draft_pass in ("apart", "joint") else 0
+    has_one = training.draft_pass in ("apart", "joint")
+    in_loops = PIPELINE_BYTES * (num_passes(run) - 1) * (run.parallel.pipeline_model_parallel_size > 1 and not has_one)
+    spared = ONE_BACKWARD_BYTES if has_one else 0
 
     def again(grid: str) -> int:
         is_again = training.recompute_granularity == "full" or grid == "expert" and not keeps_experts(training)

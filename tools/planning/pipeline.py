@@ -40,6 +40,7 @@ def add_size_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--num-microbatches", type=int, default=8, metavar="M")
     group.add_argument("--microbatch-group-size-per-virtual-pipeline-stage", type=int, metavar="G", help="default: P")
     group.add_argument("--self-conditioned", default="none", metavar="WHICH", help="none, half (every other), all, or a list: 0,2,3")
+    group.add_argument("--draft-pass", choices=("shared", "joint"), default="shared", help="joint: one backward for both loops")
     group.add_argument("--frozen-embedding", action="store_true", help="no gradient of the soft embedding is sent back")
     group.add_argument("--forward-only", action="store_true", help="plan an evaluation")
     group.add_argument("--split-backward", action="store_true", help="weight gradients are steps of their own, which fill gaps")
@@ -70,13 +71,15 @@ def run(arguments: argparse.Namespace) -> int:
         return run_sweep(SIZES["quick" if arguments.quick else "whole"], arguments.processes, arguments.picture or PICTURE)
     layout = chosen_layout(arguments)
     ranks = arguments.pipeline_model_parallel_size
+    coins = read_coins(arguments.self_conditioned, arguments.num_microbatches)
     pipeline = Pipeline(
         ranks,
         arguments.num_virtual_stages_per_pipeline_rank if layout is None else layout.chunks,
-        read_coins(arguments.self_conditioned, arguments.num_microbatches),
+        coins,
         embedding_trained=not arguments.frozen_embedding,
         forward_only=arguments.forward_only,
         split_backward=arguments.split_backward,
+        joint=coins if arguments.draft_pass == "joint" else (),
     )
     schedule = build_schedule(
         pipeline,

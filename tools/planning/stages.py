@@ -49,12 +49,14 @@ def bubble(run: RunConfig, counted: StepOperations, predicted: memory.Forecast, 
     few = microbatches
     while few > MOST_MICROBATCHES and few % 2 == 0:
         few //= 2
+    is_joint = training.draft_pass == "joint"
     times = [Loops.sum([Loops(), *[layer] * len(stage.layers), *[embedding] * stage.has_embedding, *[head] * stage.has_loss])
              for stage in layout.stages]
+    backwards = [(sum(t.backward), 0.0) if is_joint else t.backward for t in times]
     costs = Costs(*(tuple(tuple(_ticks(of[loop]) for of in sides) for loop in (0, 1))
-                    for sides in ([t.forward for t in times], [t.backward for t in times])), embedding_gradient=_ticks(gradient))
+                    for sides in ([t.forward for t in times], backwards)), embedding_gradient=_ticks(gradient))
     conditioned = round(few * run.objective.self_conditioning_prob) if run.objective.objective != "ar" else 0
-    schedule = _schedule(layout, tuple(m < conditioned for m in range(few)), run.lora.lora_rank is None)
+    schedule = _schedule(layout, tuple(m < conditioned for m in range(few)), is_joint, run.lora.lora_rank is None)
     edge = timing.edge_ms(run, predicted.tokens, gpus_per_node) / 2 + timing.NCCL_MS
     played = simulate(schedule.pipeline, schedule.lists, costs, latency=_ticks(edge))
     waiting = played.makespan * layout.ranks - played.work
@@ -62,9 +64,9 @@ def bubble(run: RunConfig, counted: StepOperations, predicted: memory.Forecast, 
 
 
 @cache
-def _schedule(layout: StageLayout, coins: tuple[bool, ...], embedding_trained: bool) -> Schedule:
+def _schedule(layout: StageLayout, coins: tuple[bool, ...], is_joint: bool, embedding_trained: bool) -> Schedule:
     """As the trainer makes it."""
-    pipeline = Pipeline(layout.ranks, layout.chunks, coins, embedding_trained=embedding_trained)
+    pipeline = Pipeline(layout.ranks, layout.chunks, coins, embedding_trained=embedding_trained, joint=coins if is_joint else ())
     group = (legal_groups(ranks=layout.ranks, chunks=layout.chunks, microbatches=len(coins)) or [None])[0]
     return build_schedule(pipeline, group=group,
                           costs=layout_costs(layout, layer=LAYER_TICKS, embedding=EMBEDDING_TICKS, loss=LOSS_TICKS))

@@ -8,7 +8,7 @@ their layers allow it (training/draft_pass.py decides).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import partial
 
 import torch
@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from ...config import ModelConfig, MoEConfig
 from ...diffusion.inputs import DraftInputs, JointInputs, MicrobatchInputs
 from ...diffusion.losses import LossTerms, loss_terms
-from ...diffusion.nested import tensors_of
 from ...kernels.launch import takes
 from ...moe.balance import BalanceLosses, RoutingMonitor
 from ...moe.dispatchers.build import build_dispatcher
@@ -30,16 +29,14 @@ from ...tensor_parallel.initialization import Init
 from ...tensor_parallel.vocabulary import VocabularyRange
 from ...transformer.block import TransformerBlock
 from ...transformer.hyper_connection import AsMean, Streams, as_copies, stream_chains
-from ...transformer.joint_backward import KeptTensors, grafted
 from ...transformer.mlp import MLP
 from ...transformer.mtp import MultiTokenPrediction
 from ...transformer.norms import RMSNorm, rms_norm
 from ...transformer.precision import accumulation_dtype, at_least_fp32
 from ...transformer.recompute import Recompute
 from ...transformer.stream_copies import contract_streams, expand_streams
-from ...transformer.token_pass import LayerContext, ReplacedContext, TokenPass
-
-Contexts = Mapping[int, LayerContext | ReplacedContext]
+from ...transformer.token_pass import TokenPass
+from .kept_pass import Contexts, KeptPass
 
 
 class SelfConditioning(nn.Module):
@@ -227,9 +224,9 @@ class DiffusionGemma(nn.Module):
         with torch.no_grad():
             entered = self.enter_canvas(self.embed(draft.tokens), inputs, draft.token_pass)
             hidden, _ = self.run_layers(entered, draft.token_pass)
-        return self._of_all_canvases(self.soft_signal(hidden[draft.token_pass.num_clean:], shared), draft.rows, inputs)
+        return self.of_all_canvases(self.soft_signal(hidden[draft.token_pass.num_clean:], shared), draft.rows, inputs)
 
-    def _of_all_canvases(self, signal: Tensor, rows: Tensor | None, inputs: MicrobatchInputs) -> Tensor:
+    def of_all_canvases(self, signal: Tensor, rows: Tensor | None, inputs: MicrobatchInputs) -> Tensor:
         """Signals of the canvas tokens `rows` (None: all), and for the others what stands for none."""
         if rows is None:
             return self._without_left_out(signal, inputs)
@@ -238,31 +235,26 @@ class DiffusionGemma(nn.Module):
     def joint_states(self, inputs: MicrobatchInputs, joint: JointInputs, shared: SharedWeight | None = None) -> Tensor:
         """Final hidden states [T, H], normed, of clean tokens and of canvases, those with a draft as the second pass makes them, with one
         backward for both passes."""
-        first, second, places = inputs.first_pass, inputs.second_pass, joint.places
         embedded = self.embed(torch.cat([inputs.clean.tokens, inputs.canvas.tokens]), shared)
-        is_trained = embedded.requires_grad or any(weight.requires_grad for weight in self.self_conditioning.parameters())
+        first = KeptPass.of(self.run_layers, self.joint_leaf(embedded, inputs), inputs.first_pass)
+        signal = self.of_all_canvases(self.joint_signal(first, joint, shared), joint.rows, inputs)
+        entered = self.enter_canvas(embedded, inputs, signal=signal)
+        again = joint.places.take(entered.detach()).requires_grad_(first.leaf.requires_grad)
+        second = KeptPass.of(self.run_layers, again, inputs.second_pass, first.contexts)
+        first.put(second, joint.places)
+        return first.joined(second, joint.places, entered)
+
+    def joint_leaf(self, embedded: Tensor, inputs: MicrobatchInputs) -> Tensor:
+        """What the first pass of a joint backward enters the stack as, from the embedding of its tokens; a leaf, since the second pass's
+        signal is where its gradient goes on."""
+        is_trained = any(weight.requires_grad for weight in (self.embedding.weight, *self.self_conditioning.parameters()))
         with torch.no_grad():
             leaf = self.enter_canvas(embedded, inputs)
-        leaf.requires_grad_(is_trained and torch.is_grad_enabled())
-        hidden, contexts, kept = self._kept_pass(leaf, first)
-        drafts = places.take(hidden.detach()).clone()  # others will soon stand there
-        signal = self._of_all_canvases(self.soft_signal(drafts, shared), joint.rows, inputs)
-        entered = self.enter_canvas(embedded, inputs, signal=signal)
-        again = places.take(entered.detach()).requires_grad_(leaf.requires_grad)
-        canvases, _, kept_again = self._kept_pass(again, second, contexts)
-        with torch.no_grad():
-            kept.take_over(kept_again, places)
-            places.put(hidden.detach(), canvases)
-        return grafted(entered, leaf, hidden)
+        return leaf.requires_grad_(is_trained and torch.is_grad_enabled())
 
-    def _kept_pass(self, x: Tensor, token_pass: TokenPass, earlier: Contexts | None = None) -> tuple[Tensor, Contexts, KeptTensors]:
-        """`run_layers`, and what it keeps for the backward."""
-        kept = KeptTensors(token_pass.num_tokens, tensors_of(token_pass))
-        if token_pass.routed is not None:
-            token_pass = dataclasses.replace(token_pass, routed=dataclasses.replace(token_pass.routed, note_routing=kept.note_routing))
-        with kept.recorded():
-            hidden, contexts = self.run_layers(x, token_pass, earlier)
-        return hidden, contexts, kept
+    def joint_signal(self, first: KeptPass, joint: JointInputs, shared: SharedWeight | None = None) -> Tensor:
+        """The signal of the drafts in a first pass's final hidden states; others will soon stand there."""
+        return self.soft_signal(joint.places.take(first.result.detach()).clone(), shared)
 
     def enter(self, inputs: MicrobatchInputs, shared: SharedWeight | None = None, signal: Tensor | None = None) -> Tensor:
         """What the first pass enters the stack as; with the `signal` of its canvases where they have one already."""

@@ -19,8 +19,11 @@ from ...pipeline.layout import choose_layout, layer_letters
 from ...pipeline.p2p import PointToPoint
 from ...pipeline.progress import ProgressBoard
 from ...pipeline.schedules import legal_groups
-from ...pipeline.stage import Contexts, StageOutput, new_node
+from ...pipeline.stage import StageOutput, new_node
 from ...pipeline.timing import layout_costs
+from ...transformer.joint_backward import grafted
+from ...transformer.token_pass import TokenPass
+from .kept_pass import Contexts, KeptPass
 from .model import DiffusionGemma
 
 # Ticks of a forward that schedules are made for; only their proportions matter, and only to the order of actions.
@@ -36,6 +39,8 @@ class ModelStage:
 
     def __call__(self, inputs: MicrobatchInputs, loop: int, received: Tensor | None, earlier: Contexts | None) -> StageOutput:
         """See PipelineStage. Loop 0 is the first pass, loop 1 the second; `report` is the pass's LossTerms."""
+        if inputs.joint is not None:
+            return self._first(inputs, received) if earlier is None else self._second(inputs, received, earlier)
         model, token_pass = self.model, inputs.second_pass if loop else inputs.first_pass
         if not self.stage.letters:
             return StageOutput(hidden=new_node(received))
@@ -50,6 +55,61 @@ class ModelStage:
         is_draft = loop == 0 and inputs.second_pass is not None
         signal = model.draft_signal(hidden, inputs) if is_draft else None
         return StageOutput(loss=terms.total, soft_embedding=signal, contexts=contexts, report=terms.detach())
+
+    def _first(self, inputs: MicrobatchInputs, received: Tensor | None) -> StageOutput:
+        """Loop 0 where both loops have one backward; nothing is scored yet."""
+        model = self.model
+        if self.stage.has_embedding:
+            with torch.no_grad():
+                embedded = model.embed(torch.cat([inputs.clean.tokens, inputs.canvas.tokens]))
+            leaf = model.joint_leaf(embedded, inputs)
+        else:
+            leaf = received.detach().requires_grad_(received.requires_grad)
+        first = KeptPass.of(self._layers, leaf, inputs.first_pass)
+        kept = _FirstLoop(received, first)
+        if not self.stage.has_loss:
+            return StageOutput(hidden=first.result, contexts=kept)
+        return StageOutput(soft_embedding=model.joint_signal(first, inputs.joint), contexts=kept)
+
+    def _second(self, inputs: MicrobatchInputs, received: Tensor, earlier: _FirstLoop) -> StageOutput:
+        """Loop 1 where both loops have one backward, which begins at what this gives."""
+        model, first, joint = self.model, earlier.kept_pass, inputs.joint
+        entered, again = earlier.received, received
+        if self.stage.has_embedding:
+            entered = model.enter(inputs, signal=model.of_all_canvases(received, joint.rows, inputs))
+            again = joint.places.take(entered.detach())
+        if not inputs.second_pass.num_tokens:
+            return self._without_second(inputs, first, entered, again)
+        second = KeptPass.of(self._layers, again.detach().requires_grad_(first.leaf.requires_grad), inputs.second_pass, first.contexts)
+        if not self.stage.has_loss:
+            return StageOutput(hidden=second.result.detach(), joined=first.joined(second, joint.places, entered))
+        first.put(second, joint.places)
+        terms = model.first_terms(first.joined(second, joint.places, entered), inputs)
+        return StageOutput(loss=terms.total, report=terms.detach())
+
+    def _without_second(self, inputs: MicrobatchInputs, first: KeptPass, entered: Tensor, nothing: Tensor) -> StageOutput:
+        """The same where only other ranks' microbatches have drafts: the backward is the first pass's own."""
+        joined = grafted(entered, first.leaf, first.result)
+        if not self.stage.has_loss:
+            return StageOutput(hidden=self.model.expand(nothing) if self.stage.has_embedding else new_node(nothing), joined=joined)
+        terms = self.model.first_terms(joined, inputs)
+        return StageOutput(loss=terms.total, report=terms.detach())
+
+    def _layers(self, x: Tensor, token_pass: TokenPass, earlier: Contexts | None) -> tuple[Tensor, Contexts]:
+        """Ours, between what enters the stage and what leaves it."""
+        stage, model = self.stage, self.model
+        x, contexts = model.run_blocks(model.expand(x) if stage.has_embedding else x, stage.layers, token_pass, earlier)
+        if stage.has_loss:
+            return model.leave(x), contexts
+        return x if stage.layers else new_node(x), contexts
+
+
+@dataclass(frozen=True)
+class _FirstLoop:
+    """What loop 0 leaves for loop 1 where both have one backward."""
+
+    received: Tensor | None
+    kept_pass: KeptPass
 
 
 class ModelPipeline:
@@ -86,16 +146,17 @@ class ModelPipeline:
         if forward_only and self.layout.chunks > 1:
             # An evaluation may have fewer than the schedule needs; what the others give is left out.
             inputs += [inputs[-1]] * (self.context.pp.size - count)
-        schedule = self.schedule(tuple(microbatch.second_pass is not None for microbatch in inputs), forward_only)
+        schedule = self.schedule(tuple(microbatch.second_pass is not None for microbatch in inputs),
+                                 tuple(microbatch.joint is not None for microbatch in inputs), forward_only)
         total = no_terms(self.context)
         for number, _, terms in self.executor.run(schedule, inputs, self._shapes(inputs)):
             if number < count:
                 total = total + terms
         return total
 
-    def _schedule(self, self_conditioned: tuple[bool, ...], forward_only: bool) -> Schedule:
+    def _schedule(self, self_conditioned: tuple[bool, ...], joint: tuple[bool, ...], forward_only: bool) -> Schedule:
         pipeline = Pipeline(self.layout.ranks, self.layout.chunks, self_conditioned, embedding_trained=self.embedding_trained,
-                            forward_only=forward_only)
+                            forward_only=forward_only, joint=joint)
         costs = layout_costs(self.layout, layer=LAYER_TICKS, embedding=EMBEDDING_TICKS, loss=LOSS_TICKS)
         legal = legal_groups(ranks=pipeline.ranks, chunks=pipeline.chunks, microbatches=pipeline.microbatches)
         # The flag is checked against the training batches, of which evaluations are not.
