@@ -2,6 +2,7 @@
 
 from megatron_dllm.config.checkpoint import CheckpointConfig
 from megatron_dllm.config.data import DataConfig
+from megatron_dllm.config.evaluation import EvaluationConfig
 from megatron_dllm.config.generation import GenerationConfig
 from megatron_dllm.config.logging import LoggingConfig
 from megatron_dllm.config.lora import LoRAConfig
@@ -14,12 +15,13 @@ from megatron_dllm.config.presets import PRESETS
 from megatron_dllm.config.problems import Problem, format_problems
 from megatron_dllm.config.run import RunConfig, differences, parse, parse_or_exit, to_arguments_text, to_flags
 from megatron_dllm.config.training import TrainingConfig
-from megatron_dllm.config.validation import check_against_checkpoint, validate
+from megatron_dllm.config.validation import check_against_checkpoint, problems_of, validate
 
 __all__ = [
     "PRESETS",
     "CheckpointConfig",
     "DataConfig",
+    "EvaluationConfig",
     "GenerationConfig",
     "LoRAConfig",
     "LoggingConfig",
@@ -36,6 +38,7 @@ __all__ = [
     "format_problems",
     "parse",
     "parse_or_exit",
+    "problems_of",
     "to_arguments_text",
     "to_flags",
     "validate",

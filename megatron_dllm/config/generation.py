@@ -9,13 +9,6 @@ from megatron_dllm.config.flags import flag
 class GenerationConfig:
     """Generation"""
 
-    eval_generations: int | None = flag(
-        "Prompts of the validation data that each evaluation answers, on all ranks alike, and scores by --eval-score; without it none.",
-        None,
-    )
-    eval_score: str = flag(
-        "How those answers are scored: exact, sudoku, regex:PATTERN (whose last group must be the reference's) or module:function.", "exact"
-    )
     max_new_tokens: int = flag("Most tokens to generate, rounded up to whole canvases.", 256)
     max_denoising_steps: int = flag("Most steps that a canvas takes.", 48)
     entropy_bound: float = flag("Positions are accepted, surest first, while the entropies before them sum to at most this.", 0.1)

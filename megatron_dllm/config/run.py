@@ -11,6 +11,7 @@ from megatron_dllm.config import model_source
 from megatron_dllm.config.arguments_file import expand_argument_files
 from megatron_dllm.config.checkpoint import CheckpointConfig
 from megatron_dllm.config.data import DataConfig
+from megatron_dllm.config.evaluation import EvaluationConfig
 from megatron_dllm.config.extensions import ExtensionConfig, import_extensions
 from megatron_dllm.config.flags import Flag, build_parser, flags_of
 from megatron_dllm.config.generation import GenerationConfig
@@ -36,6 +37,7 @@ class RunConfig:
     objective: ObjectiveConfig = ObjectiveConfig()
     data: DataConfig = DataConfig()
     training: TrainingConfig = TrainingConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
     lora: LoRAConfig = LoRAConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     logging: LoggingConfig = LoggingConfig()
@@ -64,6 +66,7 @@ GROUPS: dict[str, type] = {
     "objective": ObjectiveConfig,
     "data": DataConfig,
     "training": TrainingConfig,
+    "evaluation": EvaluationConfig,
     "lora": LoRAConfig,
     "optimizer": OptimizerConfig,
     "parallel": ParallelConfig,

@@ -15,8 +15,6 @@ class TrainingConfig:
     train_iters: int | None = flag("Optimizer steps to train for.", None)
     train_samples: int | None = flag("Rows to train for, instead of --train-iters.", None)
     num_epochs: int | None = flag("Passes over the data to train for, instead of --train-iters.", None)
-    eval_interval: int | None = flag("Steps between evaluations; without it there is none.", None)
-    eval_iters: int = flag("Batches of one evaluation.", 10)
     seed: int = flag("Seed of every draw: initial weights, data order, noise.", 1234)
     use_cpu_initialization: bool = flag(
         "Draw initial weights on the CPU, alike on every kind of device; --no-use-cpu-initialization draws other ones on the GPU, where a "

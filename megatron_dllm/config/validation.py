@@ -1,8 +1,8 @@
 """validate(): every check of a run's settings that needs no files and no processes. It reads and reports; nothing is rewritten."""
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import MISSING, asdict, dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
 # The files of checks enter their rules into CHECKS.
@@ -117,8 +117,8 @@ NEEDS = (
     Needs(("sudoku_size", "sudoku_num_puzzles"), "--data-source sudoku", lambda run: run.data.makes_examples),
     Needs(("tokenizer_model",), "--tokenizer-type HuggingFaceTokenizer", lambda run: run.data.tokenizer_type == "HuggingFaceTokenizer"),
     Needs(("max_canvases_per_row",), "--packing", lambda run: run.data.packing),
-    Needs(("eval_iters", "eval_generations"), "--eval-interval", lambda run: run.training.eval_interval is not None),
-    Needs(("eval_score",), "--eval-generations", lambda run: run.generation.eval_generations is not None),
+    Needs(("eval_iters", "eval_generations"), "--eval-interval", lambda run: run.evaluation.eval_interval is not None),
+    Needs(("eval_score",), "--eval-generations", lambda run: run.evaluation.eval_generations is not None),
     Needs(("recompute_modules",), "--recompute-granularity selective", lambda run: run.training.recompute_granularity == "selective"),
     Needs(("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim"),
           "a linear layer in --layer-types", lambda run: "linear" in run.model.layer_types),
@@ -163,18 +163,26 @@ NEEDS = (
 
 def validate(run: RunConfig, *, world_size: int = 1) -> list[Problem]:
     """Every reason why `world_size` processes cannot train as `run` says, empty if there is none."""
-    out_of_range = {problem_field: problem for problem_field, problem in _range_problems(run)}
-    problems = list(out_of_range.values())
-    for needs in NEEDS:
-        problems += _without_effect(run, needs)
     values = {name: run.value(name) for name, (group, _) in FLAGS.items() if group != "source"} | {"world_size": world_size}
+    out_of_range = dict(_range_problems(values))
+    without_effect = [problem for needs in NEEDS for problem in _without_effect(run, needs)]
+    return [*out_of_range.values(), *without_effect, *_broken_rules(values, out_of_range)]
+
+
+def problems_of(settings: Any) -> list[Problem]:
+    """Every reason why the settings of one config dataclass cannot work, whatever the run around them: ranges, and rules among them."""
+    values = {item.name: getattr(settings, item.name) for item in fields(settings)}
+    out_of_range = dict(_range_problems(values))
+    return [*out_of_range.values(), *_broken_rules(values, out_of_range)]
+
+
+def _broken_rules(values: Mapping[str, Any], out_of_range: Collection[str]) -> Iterator[Problem]:
+    """Of the rules that read nothing but `values`. A rule may count on each value alone being sensible."""
     for entry in CHECKS:
-        # A rule may count on each value alone being sensible.
-        if not out_of_range.keys() & set(entry.fields):
+        if values.keys() >= set(entry.fields) and not set(out_of_range) & set(entry.fields):
             if fault := entry.rule(*(values[name] for name in entry.fields)):
                 shown = {_shown_name(name): _shown(name, values[name]) for name in entry.fields}
-                problems.append(Problem(shown, fault.why, fault.remedy, fault.fix))
-    return problems
+                yield Problem(shown, fault.why, fault.remedy, fault.fix)
 
 
 def _shown_name(name: str) -> str:
@@ -185,9 +193,11 @@ def _shown(name: str, value: Any) -> str:
     return FLAGS[name][1].describe(value) if name in FLAGS else str(value)
 
 
-def _range_problems(run: RunConfig) -> Iterator[tuple[str, Problem]]:
+def _range_problems(values: Mapping[str, Any]) -> Iterator[tuple[str, Problem]]:
     for name, allowed in RANGES.items():
-        value = run.value(name)
+        if name not in values:
+            continue
+        value = values[name]
         numbers = value if isinstance(value, tuple) else () if value is None else (value,)
         if any(number not in allowed for number in numbers):
             default = FLAGS[name][1].default

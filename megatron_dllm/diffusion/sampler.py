@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_dllm.config import GenerationConfig
+from megatron_dllm.config import GenerationConfig, format_problems, problems_of
 from megatron_dllm.diffusion.random import Stream, words
 from megatron_dllm.kernels.launch import takes
 
@@ -226,7 +226,8 @@ def generate(
     """
     if len(prompts) != denoiser.num_rows:
         raise ValueError(f"{len(prompts)} prompts for a denoiser of {denoiser.num_rows} rows; make it for as many rows as prompts")
-    check_settings(config)
+    if problems := problems_of(config):
+        raise ValueError(format_problems(problems))
     check_prompts(denoiser, prompts, config)
     num_canvases = math.ceil(config.max_new_tokens / denoiser.canvas_length)
     pending = [torch.tensor(prompt, dtype=torch.long, device=denoiser.device) for prompt in prompts]
@@ -245,18 +246,6 @@ def generate(
             break
         pending = [canvas[:0] if over else canvas for canvas, over in zip(tokens.to(denoiser.device), ended.tolist(), strict=True)]
     return _result(torch.cat(canvases, dim=1), torch.stack(steps, dim=1), ended, eos_ids, pad_id)
-
-
-def check_settings(config: GenerationConfig) -> None:
-    """ValueError for sampler settings out of range; names the flag."""
-    least = {"max_new_tokens": 1, "max_denoising_steps": 1, "entropy_bound": 0, "t_min": 0, "t_max": config.t_min, "stability_threshold": 0,
-             "confidence_threshold": 0}
-    for name, low in least.items():
-        value = getattr(config, name)
-        if not low <= value < math.inf:
-            raise ValueError(f"--{name.replace('_', '-')} {value}: must be at least {low} and finite")
-    if config.t_max == 0:
-        raise ValueError("--t-max 0.0: a temperature of zero divides by zero; set a small one, such as 0.01")
 
 
 def check_prompts(denoiser: Denoiser, prompts: Sequence[Sequence[int]], config: GenerationConfig) -> None:

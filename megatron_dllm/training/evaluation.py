@@ -51,12 +51,12 @@ def score_answers(model: DiffusionGemma, run: RunConfig, source: ExampleSource, 
     right_answers: share of them; tokens_per_forward. No answer is longer than the longest reference, in whole canvases; a row stops at its
     end token, and each canvas that it keeps is encoded once.
     """
-    examples, _ = choose_examples(run, source, run.generation.eval_generations)
+    examples, _ = choose_examples(run, source, run.evaluation.eval_generations)
     config = replace(run.generation, max_new_tokens=min(run.generation.max_new_tokens, max(len(e.reference) for e in examples)))
     ends = EndTokens(run.model.eos_token_id, run.model.pad_token_id)
     completions = list(complete(lambda rows: Session(model, rows), [e.prompt for e in examples], config, ends, seed=run.training.seed,
                                 batch_size=ANSWERED_TOGETHER))
-    score = open_score(run.generation.eval_score)
+    score = open_score(run.evaluation.eval_score)
     right = [score(Answer(e.prompt, c.tokens, e.reference, tokenizer)) for e, c in zip(examples, completions, strict=True)]
     return {"right_answers": sum(right) / len(right), "tokens_per_forward": Speed.of(completions, ends.pad_id).tokens_per_forward}
 

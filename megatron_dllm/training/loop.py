@@ -96,7 +96,7 @@ class Trainer:
         with first_rank_first(context):
             sources = build_sources(run.data, run.model, tokenizer, seed=run.training.seed)
         train = _maker(run, sources, "train", context)
-        valid = _maker(run, sources, "valid", context) if run.training.eval_interval and sources.valid else None
+        valid = _maker(run, sources, "valid", context) if run.evaluation.eval_interval and sources.valid else None
         total = num_iterations(run, train)
         model = build_model(run, context)
         folder = run.logging.run_dir or run.checkpoint.save
@@ -206,13 +206,13 @@ class Trainer:
             **memory_metrics(self.context.device)})
 
     def _evaluate(self, iteration: int, logger: RunLogger, saver: Saver) -> None:
-        training = self.run.training
-        if self.valid is None or (iteration % training.eval_interval and iteration != self.total_iterations):
+        evaluation = self.run.evaluation
+        if self.valid is None or (iteration % evaluation.eval_interval and iteration != self.total_iterations):
             return
         self.model.eval()
         self.optimizer.finish_gathers()
-        metrics = evaluate(self.model, self.valid, training.eval_iters * training.global_batch_size, self.pipeline)
-        if self.run.generation.eval_generations is not None:
+        metrics = evaluate(self.model, self.valid, evaluation.eval_iters * self.run.training.global_batch_size, self.pipeline)
+        if evaluation.eval_generations is not None:
             metrics |= score_answers(self.model, self.run, self.sources.valid, self.tokenizer)
         logger.log_evaluation(iteration, metrics)
         # No rank of a pipeline has the whole model that generation needs.

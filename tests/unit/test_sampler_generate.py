@@ -179,8 +179,8 @@ def test_observe_sees_accepted_samples_and_fresh_noise():
 
 @pytest.mark.parametrize("setting, message", [
     ({"max_denoising_steps": 0}, "--max-denoising-steps 0: must be at least 1"),
-    ({"t_max": 0.3}, "--t-max 0.3: must be at least 0.4"),
-    ({"t_min": 0.0, "t_max": 0.0}, "temperature of zero"),
+    ({"t_max": 0.3}, "--t-max 0.3: the temperature cannot rise over the steps; set --t-min to at most 0.3"),
+    ({"t_min": 0.0}, "--t-min 0.0: must be above 0"),
     ({"entropy_bound": float("nan")}, "--entropy-bound nan"),
 ])
 def test_settings_out_of_range_are_refused(setting, message):
