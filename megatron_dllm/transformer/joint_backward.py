@@ -31,7 +31,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..kernels.launch import takes
 from ..moe.permute import Permutation, sort_by_expert
+from ..tensor_parallel.adapted_linear import joined
 from .rows import Rows
+
+Pair = tuple[Tensor, Tensor]
 
 
 class _Kept:
@@ -111,7 +114,7 @@ class _Copies:
 
     def __init__(self, rows: Rows, num_tokens: int, num_later: int):
         self.rows, self.sizes = rows, (num_tokens, num_later)
-        self._pairs: dict[tuple, tuple[Tensor, Tensor]] = {}
+        self._pairs: dict[tuple, Pair] = {}
 
     def add(self, tensor: Tensor, other: Tensor) -> None:
         """That of a row a token, along whichever dimension; of what has one shape nothing, unless it has a row for all tokens in both."""
@@ -140,7 +143,7 @@ class _Copies:
         if isinstance(index, slice):
             # In one launch a dtype, but for rows with others between them, which would have each copied by itself.
             together: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
-            for tensor, other in pairs:
+            for tensor, other in _side_by_side(pairs):
                 if tensor.is_contiguous() and other.is_contiguous():
                     targets, sources = together.setdefault(other.dtype, ([], []))
                     targets.append(tensor[index])
@@ -152,6 +155,24 @@ class _Copies:
             return
         for tensor, other in pairs:
             self.rows.put(tensor, other)
+
+
+def _side_by_side(pairs: Iterable[Pair]) -> list[Pair]:
+    """The pairs, but those that are columns of one matrix in both, as queries, keys and values are, as the pair that these make."""
+    found: list[Pair] = []
+    for pair in sorted(pairs, key=lambda pair: pair[0].data_ptr()):
+        if found and all(_are_columns(x) for x in (*found[-1], *pair)):
+            whole = [joined([x.flatten(1) for x in columns], 1) for columns in zip(found[-1], pair, strict=True)]
+            if all(x is not None for x in whole):
+                found[-1] = whole[0], whole[1]
+                continue
+        found.append(pair)
+    return found
+
+
+def _are_columns(x: Tensor) -> bool:
+    """Whether each row is in one piece, but not all of them together."""
+    return x.dim() > 1 and x.numel() > 0 and not x.is_contiguous() and x[0].is_contiguous()
 
 
 @dataclass(frozen=True)

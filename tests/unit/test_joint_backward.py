@@ -18,6 +18,7 @@ from megatron_dllm.training import batches
 from megatron_dllm.training.draft_pass import PassSizes, is_short
 from megatron_dllm.training.graphs import on_device
 from megatron_dllm.transformer import joint_backward
+from megatron_dllm.transformer.rows import Rows
 from tests.unit.kernel_cases import DEVICES
 from tests.unit.test_drafts_apart import ALL, CASES, LINEAR, SEED, SOME
 from tests.unit.toy import CONFIG, LENGTHS, toy_inputs, toy_model, toy_plan
@@ -143,6 +144,30 @@ def test_what_is_not_replaced_is_seen(broken, monkeypatch):
         assert broken == "numbers" and "no rule joins" in str(error)
         return
     assert max(differences(wanted[1], found[1]).values()) > 1e-4
+
+
+def test_columns_of_one_matrix_are_copied_at_once(monkeypatch):
+    def parts(x):  # queries, keys and values, and columns that nobody has kept
+        return x[:, :32].unflatten(1, (4, 8)), x[:, 32:48].unflatten(1, (2, 8)), x[:, 48:64].unflatten(1, (2, 8))
+
+    whole, wide, by_columns = ((torch.randn(7, width), torch.randn(3, width)) for width in (64, 80, 7))
+    turned = torch.randn(2, 7, 5).transpose(0, 1), torch.randn(2, 3, 5).transpose(0, 1)
+    wanted = [tensor.clone() for tensor, _ in (whole, wide, turned)]
+    for want, (_, other), width in zip(wanted, (whole, wide, turned), (64, 64, 2), strict=True):
+        want[4:, :width] = other[:, :width]
+    copies = joint_backward._Copies(Rows(slice(4, 7), True), 7, 3)
+    for tensor, other in (*zip(parts(wide[0]), parts(wide[1]), strict=True), *zip(parts(whole[0]), parts(whole[1]), strict=True), turned,
+                          (by_columns[0][:, :3], by_columns[1][:, 1:4])):
+        copies.add(tensor, other)
+    at_once, alone, copy = [], [], torch.Tensor.copy_
+    monkeypatch.setattr(torch, "_foreach_copy_", lambda targets, sources: at_once.append(
+        [copy(*pair).shape for pair in zip(targets, sources, strict=True)]))
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda *pair: alone.append(copy(*pair).shape))
+    copies.make()
+    assert at_once == [[(3, 64)]] and sorted(alone) == [(3, 2, 5), (3, 3), (3, 64)]
+    for (tensor, _), want in zip((whole, wide, turned), wanted, strict=True):
+        assert torch.equal(tensor, want)
+    assert torch.equal(by_columns[0][4:, :3], by_columns[1][:, 1:4])
 
 
 def test_other_layers_are_refused():
