@@ -138,9 +138,22 @@ class SignalWatcher:
             os._exit(128 + signal.SIGINT)
 
     def _leave_child(self) -> None:
-        """A forked child (a data worker) must neither write to this socket nor survive its parent's terminate(); Ctrl-C is the parent's."""
+        """A forked child (a data worker) must not write to this socket, and goes on while the run finishes its step: who signals a whole
+        group of processes (torchrun, Slurm, systemd, `timeout`) means the parent. SIGTERM ends it when it comes from the parent.
+        """
         if not self._entered:
             return
         signal.set_wakeup_fd(-1)
         for number in self._signals:
-            signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else signal.SIG_DFL)
+            signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.SIG_IGN)
+        if hasattr(signal, "sigwaitinfo"):  # macOS has none, and a signal does not say there who sent it
+            # Blocked in every thread to come, and before torch's loader sets a handler of its own, which would let it kill.
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+            threading.Thread(target=_end_by_parent, name="termination", daemon=True).start()
+
+
+def _end_by_parent() -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        pass
+    # A status other than 0 would be taken for a worker's failure.
+    os._exit(0)

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from torch.utils.data import DataLoader
 
 from megatron_dllm.training.signals import (
     EXIT_DURATION,
@@ -115,28 +116,50 @@ def test_signal_watcher_leaves_other_signals_alone():
         signal.signal(signal.SIGUSR2, former)
 
 
+def _send(number: signal.Signals, process: int) -> None:
+    """From a process that is not the parent, as whoever signals a group of processes."""
+    subprocess.run(["kill", f"-{number.name.removeprefix('SIG')}", str(process)], check=True)
+
+
 def _sleep_forever(ready):
     ready.set()
     time.sleep(60)
 
 
+@pytest.mark.skipif(not hasattr(signal, "sigwaitinfo"), reason="signals do not say who sent them")
 @pytest.mark.filterwarnings("ignore:This process.*is multi-threaded, use of fork:DeprecationWarning")
-def test_signal_watcher_in_a_forked_child():
-    """A data worker: Ctrl-C does not end it, its parent's terminate() does, and neither is taken for a signal to the parent."""
-    with SignalWatcher() as signals:
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
+def test_signal_watcher_in_a_forked_child(name):
+    """A data worker: a signal to the whole group does not end it, its parent's terminate() does, and none is taken for the parent's."""
+    with SignalWatcher(exit_signal="SIGUSR1") as signals:
         fork = multiprocessing.get_context("fork")
         ready = fork.Event()
         worker = fork.Process(target=_sleep_forever, args=(ready,), daemon=True)
         worker.start()
         assert ready.wait(10)
-        os.kill(worker.pid, signal.SIGINT)
+        _send(signal.Signals[name], worker.pid)
         worker.join(0.2)
         assert worker.is_alive()
         worker.terminate()
         worker.join(10)
-        assert worker.exitcode == -signal.SIGTERM
+        assert worker.exitcode == 0
         time.sleep(0.05)
         assert signals.requested is None
+
+
+@pytest.mark.skipif(not hasattr(signal, "sigwaitinfo"), reason="signals do not say who sent them")
+@pytest.mark.filterwarnings("ignore:This process.*is multi-threaded, use of fork:DeprecationWarning")
+def test_signal_watcher_beside_a_loader():
+    """torch's loader gives its workers a handler that lets SIGTERM kill, and raises in the run when one is killed."""
+    with SignalWatcher():
+        batches = iter(DataLoader(range(100), batch_size=None, num_workers=1, multiprocessing_context="fork", prefetch_factor=1))
+        next(batches)  # the worker is past its start
+        worker, = multiprocessing.active_children()
+        _send(signal.SIGTERM, worker.pid)
+        worker.join(0.2)
+        assert [int(batch) for batch in batches] == list(range(1, 100))
+        worker.join(10)
+        assert worker.exitcode == 0
 
 
 # The main thread waits in C without the interpreter, as in a collective whose other side is gone: no Python handler can run.
