@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Converts a model: transformers directory to checkpoint of ours, checkpoint of ours to transformers directory, adapters to PEFT's format.
 
-    python tools/convert.py --load google/diffusiongemma --save checkpoints/released        (transformers -> ours)
+    python tools/convert.py --load models/diffusiongemma --save checkpoints/released        (transformers -> ours)
     python tools/convert.py --load runs/chat --save exports/chat                            (ours -> transformers)
     python tools/convert.py --load runs/lora --save exports/adapters                        (adapters of a LoRA run -> PEFT)
 
@@ -32,6 +32,7 @@ from megatron_dllm.checkpoint.tensor_files import TensorSpec, row_blocks  # noqa
 from megatron_dllm.checkpoint.weights import write_weights  # noqa: E402
 from megatron_dllm.config import DataConfig, RunConfig, TrainingConfig, to_arguments_text  # noqa: E402
 from megatron_dllm.data.build import build_tokenizer  # noqa: E402
+from megatron_dllm.models.diffusion_gemma.generation_settings import read_sampler  # noqa: E402
 from megatron_dllm.models.diffusion_gemma.loading import compute_dtype, open_run, stored_run  # noqa: E402
 from megatron_dllm.models.diffusion_gemma.peft_format import write_adapters  # noqa: E402
 from megatron_dllm.models.diffusion_gemma.transformers_directory import CONFIG, TransformersDirectory  # noqa: E402
@@ -86,7 +87,8 @@ def import_model(load: Path, save: Path, dtype: str | None) -> Path:
     if (load / TOKENIZER).is_file():
         data = DataConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str((save / ASSETS).resolve()))
     in_bf16 = any(spec.dtype == torch.bfloat16 for spec in specs)
-    run = RunConfig(model=source.config, data=data, training=TrainingConfig(bf16=in_bf16), model_origin=f"transformers directory {load}")
+    run = RunConfig(model=source.config, data=data, training=TrainingConfig(bf16=in_bf16), generation=read_sampler(load),
+                    model_origin=f"transformers directory {load}")
     elements = ((spec.name, source.read(spec.name, offset, extent).to(spec.dtype))
                 for spec in specs for offset, extent in row_blocks(spec.shape, 4))
     with progress_bar() as shown:

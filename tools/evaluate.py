@@ -34,13 +34,14 @@ from rich.table import Table  # noqa: E402
 from megatron_dllm.checkpoint import store  # noqa: E402
 from megatron_dllm.config import ParallelConfig, RunConfig, check_against_checkpoint, format_problems, validate  # noqa: E402
 from megatron_dllm.config import parse as parse_run  # noqa: E402
+from megatron_dllm.config.flags import words_of  # noqa: E402
 from megatron_dllm.data.build import build_order, build_sources, build_tokenizer  # noqa: E402
 from megatron_dllm.data.source import ExampleSource  # noqa: E402
 from megatron_dllm.diffusion.random import Stream  # noqa: E402
 from megatron_dllm.generation.completions import Completion, Speed  # noqa: E402
 from megatron_dllm.generation.loaded import LoadedModel  # noqa: E402
 from megatron_dllm.generation.quality import Answer, Example, Score, choose_examples, open_score  # noqa: E402
-from megatron_dllm.models.diffusion_gemma.loading import open_run  # noqa: E402
+from megatron_dllm.models.diffusion_gemma.loading import StoredModel  # noqa: E402
 from megatron_dllm.parallel.initialize import choose_device  # noqa: E402
 from megatron_dllm.training.batches import BatchMaker  # noqa: E402
 from megatron_dllm.training.evaluation import evaluate  # noqa: E402
@@ -87,9 +88,10 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
 def measure(arguments: argparse.Namespace, flags: Sequence[str]) -> dict[str, Any]:
     """Everything that was asked for, ready for JSON; ValueError for what the user can mend."""
     scores = {name: open_score(name) for name in arguments.score or ["exact"]}
-    run = configure(arguments, flags)
+    stored = StoredModel.open(arguments.load)
+    run = configure(stored, arguments, flags)
     told = {"--bf16", "--no-bf16"} & set(flags)
-    loaded = LoadedModel.open(arguments.load, choose_device(run.training.device, local_rank=0), bf16=run.training.bf16 if told else None)
+    loaded = LoadedModel.load(stored, choose_device(run.training.device, local_rank=0), bf16=run.training.bf16 if told else None)
     problems = check_against_checkpoint(run, loaded.model.config)
     if problems:
         raise ValueError(format_problems(problems))
@@ -107,12 +109,12 @@ def measure(arguments: argparse.Namespace, flags: Sequence[str]) -> dict[str, An
     return result
 
 
-def configure(arguments: argparse.Namespace, flags: Sequence[str]) -> RunConfig:
-    """The run's own configuration with the given flags on top, on one process, at the model's full canvas length."""
-    if (Path(arguments.load) / "config.json").is_file():
-        words = ["--pretrained-checkpoint", arguments.load, "--train-iters", "1"]
+def configure(stored: StoredModel, arguments: argparse.Namespace, flags: Sequence[str]) -> RunConfig:
+    """The model's own configuration with the given flags on top, on one process, at the model's full canvas length."""
+    if stored.checkpoint is None:
+        words = ["--pretrained-checkpoint", arguments.load, "--train-iters", "1", *words_of(stored.sampler)]
     else:
-        words = [f"@{open_run(Path(arguments.load)).path / store.ARGUMENTS}"]
+        words = [f"@{stored.checkpoint.path / store.ARGUMENTS}"]
     run = parse_run([*words, *flags])
     size = arguments.batch_size
     run = replace(run, parallel=ParallelConfig()).with_values(

@@ -3,7 +3,7 @@
 
     python tools/generate.py --load runs/chat --prompt "Why is the sky blue?"
     python tools/generate.py --load runs/code --raw --prompt "def main():" --show-steps --gif canvas.gif
-    python tools/generate.py --load google/diffusiongemma --prompt-file questions.txt --batch-size 16 --output answers.jsonl
+    python tools/generate.py --load models/diffusiongemma --prompt-file questions.txt --batch-size 16 --output answers.jsonl
     python tools/generate.py --load runs/chat --interactive
 
 A prompt is a user's message where the tokenizer has a chat template, and else, or with --raw, a text to continue. --show-steps draws the
@@ -27,8 +27,8 @@ if find_spec("megatron_dllm") is None:
 
 from rich.console import Console  # noqa: E402
 
-from megatron_dllm.config import GenerationConfig  # noqa: E402
-from megatron_dllm.config.flags import HelpFormatter, flags_of  # noqa: E402
+from megatron_dllm.config import GenerationConfig, format_problems, problems_of  # noqa: E402
+from megatron_dllm.config.flags import HelpFormatter, flags_of, words_of  # noqa: E402
 from megatron_dllm.data.tokenizers import Tokenizer  # noqa: E402
 from megatron_dllm.diffusion.sampling_flashinfer import flashinfer_reader  # noqa: E402
 from megatron_dllm.generation.completions import Completion, Speed  # noqa: E402
@@ -36,6 +36,7 @@ from megatron_dllm.generation.drawing import TerminalView, write_gif  # noqa: E4
 from megatron_dllm.generation.film import Film  # noqa: E402
 from megatron_dllm.generation.loaded import LoadedModel  # noqa: E402
 from megatron_dllm.generation.text import chat_prompt, decode_tokens, has_chat_template, raw_prompt  # noqa: E402
+from megatron_dllm.models.diffusion_gemma.loading import StoredModel  # noqa: E402
 from megatron_dllm.parallel.initialize import choose_device  # noqa: E402
 from megatron_dllm.transformer.rotary_flashinfer import use_flashinfer_rope  # noqa: E402
 
@@ -48,14 +49,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         prompts = [] if arguments.interactive else read_prompts(arguments)
         device = choose_device(arguments.device, local_rank=0)
-        loaded = LoadedModel.open(arguments.load, device, bf16=arguments.bf16)
+        stored = StoredModel.open(arguments.load)
+        sampler = sampler_of(stored, arguments)
+        loaded = LoadedModel.load(stored, device, bf16=arguments.bf16)
         if arguments.use_flashinfer_fused_rope:
             use_flashinfer_rope(loaded.model, device)
         if arguments.sampling_backend == "flashinfer":
             loaded = replace(loaded, reader=flashinfer_reader(device))
         chat = not arguments.raw and has_chat_template(loaded.tokenizer)
         print(f"device: {device}; prompts are {'messages to the chat template' if chat else 'texts to continue'}", file=sys.stderr)
-        session = Generator(arguments, loaded, chat)
+        print("sampler:", *words_of(sampler), file=sys.stderr)
+        session = Generator(arguments, loaded, sampler, chat)
         session.converse() if arguments.interactive else session.answer(prompts)
     except (ValueError, OSError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -83,8 +87,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     sampler.add_argument("--batch-size", type=int, default=8, metavar="N", help="Prompts generated together. (default: 8)")
     sampler.add_argument("--sampling-backend", choices=("local", "flashinfer"), default="local",
                          help="Read logits by our kernel or by FlashInfer's, which draws other samples, as likely. (default: local)")
+    settings = parser.add_argument_group("Sampler settings (left out, they are the run's own, or those of a transformers folder's "
+                                         "generation_config.json)")
     for item in flags_of(GenerationConfig):
-        item.add_to(sampler)
+        replace(item, default=None).add_to(settings)
     output = parser.add_argument_group("Output")
     output.add_argument("--raw", action="store_true", help="Continue the prompt as plain text, without a chat template.")
     output.add_argument("--show-steps", action="store_true", help="Draw how the first prompt's canvases settle, and write a GIF of it.")
@@ -98,6 +104,15 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 class Help(HelpFormatter, argparse.RawDescriptionHelpFormatter):
     """Two wide columns of flags, and the examples as they are typed."""
+
+
+def sampler_of(stored: StoredModel, arguments: argparse.Namespace) -> GenerationConfig:
+    """The model's own settings with the given ones in their place; ValueError for what cannot work, before any weight is read."""
+    given = {item.field: getattr(arguments, item.field) for item in flags_of(GenerationConfig) if item.field in arguments}
+    sampler = replace(stored.sampler, **given)
+    if problems := problems_of(sampler):
+        raise ValueError(format_problems(problems))
+    return sampler
 
 
 def read_prompts(arguments: argparse.Namespace) -> list[str | Messages]:
@@ -131,17 +146,13 @@ class Generator:
 
     arguments: argparse.Namespace
     loaded: LoadedModel
+    sampler: GenerationConfig
     chat: bool
     console: Console = field(default_factory=Console)
 
     @property
     def tokenizer(self) -> Tokenizer:
         return self.loaded.tokenizer
-
-    @property
-    def config(self) -> GenerationConfig:
-        given = {item.field: getattr(self.arguments, item.field) for item in flags_of(GenerationConfig) if item.field in self.arguments}
-        return GenerationConfig(**given)
 
     def tokens_of(self, prompt: str | Messages) -> list[int]:
         """The tokens that the model continues."""
@@ -168,7 +179,7 @@ class Generator:
             film = Film(self.tokenizer, prompts[0], self.loaded.ends.eos_ids)
         view = TerminalView(self.console, "prompt 1") if film else nullcontext()
         completions = self.loaded.complete(
-            prompts, self.config, seed=arguments.seed, batch_size=arguments.batch_size, observe=lambda first: film if first == 0 else None)
+            prompts, self.sampler, seed=arguments.seed, batch_size=arguments.batch_size, observe=lambda first: film if first == 0 else None)
         with view:
             if film is not None:
                 film.on_frame = view.show

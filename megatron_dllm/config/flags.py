@@ -162,6 +162,11 @@ def build_parser(groups: Iterable[type], *, description: str) -> Parser:
     return parser
 
 
+def words_of(config: Any) -> list[str]:
+    """The command-line words that give every value of a config dataclass."""
+    return [word for item in flags_of(type(config)) for word in item.to_command_line(getattr(config, item.field))]
+
+
 def flag_name(field_name: str) -> str:
     return "--" + field_name.replace("_", "-")
 

@@ -10,7 +10,7 @@ import torch
 from ..config import GenerationConfig
 from ..data.tokenizers import Tokenizer
 from ..diffusion.sampler import Denoiser, Observer, Reader, read_product
-from ..models.diffusion_gemma.loading import load_for_inference
+from ..models.diffusion_gemma.loading import StoredModel
 from ..models.diffusion_gemma.model import DiffusionGemma
 from ..models.diffusion_gemma.static_session import session_maker
 from .completions import Completion, EndTokens, complete
@@ -25,13 +25,10 @@ class LoadedModel:
     reader: Reader = read_product
 
     @classmethod
-    def open(cls, path: str, device: torch.device, *, bf16: bool | None) -> LoadedModel:
-        """A run's folder, one of its checkpoints or a transformers directory. `bf16` None: as trained, but fp32 on a CPU.
-
-        ValueError for whatever cannot be used.
-        """
+    def load(cls, stored: StoredModel, device: torch.device, *, bf16: bool | None) -> LoadedModel:
+        """`bf16` None: as trained, but fp32 on a CPU. ValueError for whatever cannot be used."""
         dtype = {True: torch.bfloat16, False: torch.float32, None: torch.float32 if device.type == "cpu" else None}[bf16]
-        return cls(*load_for_inference(path, device, dtype))
+        return cls(*stored.load(device, dtype))
 
     @property
     def ends(self) -> EndTokens:

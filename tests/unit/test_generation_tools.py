@@ -65,11 +65,12 @@ def test_generate_answers_prompts_in_any_batch_alike(chat_run, tmp_path, capsys)
     for size in (1, 3):
         out = tmp_path / f"{size}.jsonl"
         assert generate.main(["--load", chat_run, "--prompt", "a", "bcd", "é", "--max-new-tokens", "20", "--batch-size", str(size),
-                              "--max-denoising-steps", "3", "--output", str(out)]) == 0
+                              "--output", str(out)]) == 0
         rows.append(lines(out))
     assert rows[0] == rows[1] and [row["prompt"] for row in rows[0]] == ["a", "bcd", "é"]
     assert all(row["steps"] == [3, 3][: len(row["steps"])] for row in rows[0])
     captured = capsys.readouterr()
+    assert "sampler: --max-new-tokens 20 --max-denoising-steps 3" in captured.err  # the second is the run's own
     assert "> bcd" in captured.out and "messages to the chat template" in captured.err
     assert captured.out.splitlines()[-1].startswith("3 answers, ")
 
@@ -97,12 +98,20 @@ def test_generate_reads_prompt_files(chat_run, tmp_path, capsys, monkeypatch):
     (["--prompt", "a" * 4090], "4094 tokens and 16 canvases of 16 follow it, but the model allows 4096 positions"),
     (["--prompt-file", "{folder}/bad.jsonl"], "bad.jsonl:2 is not valid JSON"),
     (["--prompt-file", "{folder}/none.txt"], "none.txt"),
-    (["--prompt", "a", "--max-denoising-steps", "0"], "--max-denoising-steps 0"),
+    (["--prompt", "a", "--max-denoising-steps", "0"], "--max-denoising-steps 0: must be at least 1"),
+    (["--prompt", "a", "--t-min", "0"], "--t-min 0.0: must be above 0"),
+    (["--prompt", "a", "--t-min", "0.9"], "--t-min 0.9, --t-max 0.8: the temperature cannot rise"),
 ])
 def test_generate_refuses(chat_run, tmp_path, capsys, flags, message):
     (tmp_path / "bad.jsonl").write_text('{"prompt": "one"}\n{"prompt": \n')
     assert tool("generate").main(["--load", chat_run, *(flag.format(folder=tmp_path) for flag in flags)]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_generate_has_no_flags_of_training(chat_run, capsys):
+    with pytest.raises(SystemExit) as status:
+        tool("generate").main(["--load", chat_run, "--prompt", "a", "--eval-generations", "5"])
+    assert status.value.code == 2 and "--eval-generations" in capsys.readouterr().err
 
 
 def test_generate_checks_all_prompts_before_it_generates(chat_run, capsys):
@@ -151,7 +160,7 @@ def test_evaluate_chat_with_other_sampler_flags(chat_run, tmp_path):
 def test_evaluate_measures_one_process_at_the_full_canvas_length(chat_run):
     evaluate = tool("evaluate")
     arguments, flags = evaluate.parse(["--load", chat_run, "--batch-size", "3", "--canvas-length-schedule", "0:8,10:16"])
-    run = evaluate.configure(arguments, flags)
+    run = evaluate.configure(evaluate.StoredModel.open(chat_run), arguments, flags)
     assert run.objective.canvas_length_schedule == "" and run.training.micro_batch_size == 3 and run.model.canvas_length == 16
 
 
@@ -175,16 +184,17 @@ def transformers_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("export") / "model"
     run = parse([*TINY, "--eos-token-id", "4"])
     tensors = {name: tensor.detach() for name, tensor in named_tensors(build_model(run, ParallelContext.single()))}
-    Export(run.model, whole_tensors_reader(tensors), lambda name: torch.float32).write(folder)
+    Export(run.model, whole_tensors_reader(tensors), lambda name: torch.float32, generation=run.generation).write(folder)
     save_tokenizer(folder)
     return folder
 
 
 def test_generate_from_a_transformers_folder(transformers_folder, tmp_path, capsys):
     out = tmp_path / "answers.jsonl"
-    assert tool("generate").main(["--load", str(transformers_folder), "--prompt", "a", "--max-new-tokens", "16", "--max-denoising-steps",
-                                  "2", "--output", str(out)]) == 0
-    assert "messages to the chat template" in capsys.readouterr().err and lines(out)[0]["steps"] == [2]
+    assert tool("generate").main(["--load", str(transformers_folder), "--prompt", "a", "--max-new-tokens", "16",
+                                  "--output", str(out)]) == 0
+    assert "messages to the chat template" in capsys.readouterr().err
+    assert lines(out)[0]["steps"] == [3]  # as its generation_config.json says
 
 
 def test_evaluate_a_transformers_folder(transformers_folder, tmp_path):
@@ -192,9 +202,10 @@ def test_evaluate_a_transformers_folder(transformers_folder, tmp_path):
     output = tmp_path / "result.json"
     assert tool("evaluate").main(["--load", str(transformers_folder), "--data-path", str(tmp_path / "data.jsonl"), "--split", "50,50,0",
                                   "--seq-length", "64", "--losses", "4", "--generate", "2", "--batch-size", "2", "--no-bf16",
-                                  "--max-denoising-steps", "2", "--output", str(output)]) == 0
+                                  "--output", str(output)]) == 0
     result = json.loads(output.read_text())
-    assert result["generation"]["examples"] == 2 and 0.5 < result["losses"]["autoregressive_loss"] / math.log(512) < 3
+    assert result["generation"]["examples"] == 2 and result["generation"]["effective_steps"] == 3
+    assert 0.5 < result["losses"]["autoregressive_loss"] / math.log(512) < 3
 
 
 @pytest.mark.slow

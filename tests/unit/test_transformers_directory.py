@@ -19,6 +19,7 @@ from megatron_dllm.checkpoint.model_state import named_tensors, whole_tensors_re
 from megatron_dllm.config import PRESETS, GenerationConfig
 from megatron_dllm.data.sudoku import SudokuTokenizer
 from megatron_dllm.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer
+from megatron_dllm.models.diffusion_gemma.generation_settings import GENERATION, read_sampler, sampler_settings
 from megatron_dllm.models.diffusion_gemma.huggingface import links
 from megatron_dllm.models.diffusion_gemma.transformers_directory import TransformersDirectory
 from megatron_dllm.models.diffusion_gemma.transformers_export import Export, save_assets
@@ -167,6 +168,36 @@ def test_transformers_generates_from_an_export_with_its_own_settings(exported):
     torch.manual_seed(0)
     output = model.eval().generate(**inputs)
     assert output.sequences.shape == (1, inputs["input_ids"].shape[1] + CONFIG.canvas_length)
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_denoising_steps": 7, "entropy_bound": 0.25, "t_max": 1.0}])
+def test_sampler_settings_there_and_back(tmp_path, settings):
+    sampler = GenerationConfig(**settings)
+    (tmp_path / GENERATION).write_text(json.dumps({"eos_token_id": [1], **sampler_settings(sampler)}))
+    assert read_sampler(tmp_path) == sampler
+
+
+@pytest.mark.parametrize("entries, message", [
+    ({"sampler_config": {"_cls_name": "Other"}}, "only EntropyBoundSamplerConfig is known here; remove sampler_config"),
+    ({"t_min": "low", "max_denoising_steps": 2.5}, "t_min is 'low', max_denoising_steps is 2.5; set whole numbers for counts"),
+])
+def test_sampler_settings_that_are_not_understood(tmp_path, entries, message):
+    (tmp_path / GENERATION).write_text(json.dumps(entries))
+    with pytest.raises(ValueError, match=message):
+        read_sampler(tmp_path)
+    (tmp_path / GENERATION).write_text(json.dumps({"max_new_tokens": None}))  # as transformers writes what is not set
+    assert read_sampler(tmp_path) == GenerationConfig()
+
+
+def test_an_export_has_the_sampler_settings_of_its_run(exported, tensors, tmp_path):
+    """A run's own replace those of the folder that it began with; a run that has none leaves the file as it is."""
+    assets = tmp_path / "assets"
+    save_assets(TransformersDirectory.open(exported), assets)
+    for name, sampler, steps in (("default", GenerationConfig(), 3), ("own", GenerationConfig(max_denoising_steps=5), 5)):
+        Export(CONFIG, whole_tensors_reader(tensors), lambda name: torch.bfloat16, assets, generation=sampler).write(tmp_path / name)
+        written = json.loads((tmp_path / name / GENERATION).read_text())
+        assert written["max_denoising_steps"] == steps and written["eos_token_id"] == list(CONFIG.eos_token_id)
+    assert (tmp_path / "default" / GENERATION).read_bytes() == (exported / GENERATION).read_bytes()
 
 
 CHAT = [{"role": "system", "content": "s"}, {"role": "user", "content": "<eos> <user> é\n"},

@@ -1,6 +1,7 @@
 """A trained model and its tokenizer, for generation, from a checkpoint of ours or a transformers directory."""
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -8,37 +9,62 @@ import torch
 from ...checkpoint import store
 from ...checkpoint.model_state import every_tensor, fingerprint, load_tensors, named_tensors
 from ...checkpoint.storage import MODEL
-from ...config import RunConfig, parse
+from ...config import GenerationConfig, RunConfig, parse
 from ...data.build import build_tokenizer
 from ...data.tokenizers import Tokenizer, open_tokenizer
 from ...parallel import ParallelContext
 from .build import UNSET, empty_model, load_transformers
+from .generation_settings import read_sampler
 from .lora import add_adapters, is_adapter
 from .model import DiffusionGemma
 from .transformers_directory import CONFIG, TransformersDirectory
 
 
-def load_for_inference(path: str | Path, device: torch.device, dtype: torch.dtype | None = None) -> tuple[DiffusionGemma, Tokenizer]:
-    """Model and tokenizer of `path`: a transformers directory, a run's folder (its newest valid checkpoint), or one iteration's folder.
+@dataclass(frozen=True)
+class StoredModel:
+    """A model that can generate, found and checked but not loaded yet: a transformers directory, or a checkpoint of ours and its run."""
 
-    Without `dtype` the model computes as it did in training: bf16 for a directory, what --bf16 said for a checkpoint of ours. Adapters are
-    put beside their base. ValueError that names the file for whatever cannot be used.
-    """
-    path, context = Path(path), ParallelContext.single(device)
-    if (path / "config.json").is_file():
-        model = load_transformers(path, context, dtype or torch.bfloat16)
-        return model, open_tokenizer("HuggingFaceTokenizer", str(path), extra_eos_ids=model.config.eos_token_id)
-    found = open_run(path)
-    run = stored_run(found)
-    model = empty_model(run.model, context, dtype or compute_dtype(run))
-    if found.state.base:
-        base = open_base(found)
-        load_tensors(model, base, found.state.base["path"])
-        add_adapters(model, run.lora, UNSET)
-        model.requires_grad_(False).eval()
-    found.check_all_held((name for name, _ in named_tensors(model)), kinds=(MODEL,))
-    load_tensors(model, found, str(found.path), wanted=is_adapter if found.state.base else every_tensor)
-    return model, build_tokenizer(run.data, run.model.eos_token_id)
+    path: Path
+    sampler: GenerationConfig
+    checkpoint: store.Checkpoint | None = None
+    run: RunConfig | None = None
+
+    @classmethod
+    def open(cls, path: str | Path) -> StoredModel:
+        """`path`: a transformers directory, a run's folder (its newest valid checkpoint), or one iteration's folder; the sampler's
+        settings are those of its generation_config.json, or the run's. ValueError that names the file for whatever cannot be used.
+        """
+        path = Path(path)
+        if (path / CONFIG).is_file():
+            return cls(path, read_sampler(path))
+        found = open_run(path)
+        run = stored_run(found)
+        return cls(path, run.generation, found, run)
+
+    def load(self, device: torch.device, dtype: torch.dtype | None = None) -> tuple[DiffusionGemma, Tokenizer]:
+        """Model and tokenizer; adapters are put beside their base.
+
+        Without `dtype` the model computes as it did in training: bf16 for a directory, what --bf16 said for a checkpoint of ours.
+        """
+        context = ParallelContext.single(device)
+        if self.checkpoint is None:
+            model = load_transformers(self.path, context, dtype or torch.bfloat16)
+            return model, open_tokenizer("HuggingFaceTokenizer", str(self.path), extra_eos_ids=model.config.eos_token_id)
+        found, run = self.checkpoint, self.run
+        model = empty_model(run.model, context, dtype or compute_dtype(run))
+        if found.state.base:
+            base = open_base(found)
+            load_tensors(model, base, found.state.base["path"])
+            add_adapters(model, run.lora, UNSET)
+            model.requires_grad_(False).eval()
+        found.check_all_held((name for name, _ in named_tensors(model)), kinds=(MODEL,))
+        load_tensors(model, found, str(found.path), wanted=is_adapter if found.state.base else every_tensor)
+        return model, build_tokenizer(run.data, run.model.eos_token_id)
+
+
+def load_for_inference(path: str | Path, device: torch.device, dtype: torch.dtype | None = None) -> tuple[DiffusionGemma, Tokenizer]:
+    """Model and tokenizer of what StoredModel.open takes, loaded as StoredModel.load says."""
+    return StoredModel.open(path).load(device, dtype)
 
 
 def open_run(path: Path) -> store.Checkpoint:

@@ -16,12 +16,12 @@ from torch import Tensor
 from ...checkpoint.tensor_files import TensorFileWriter, TensorSpec, read_rectangle, read_specs, row_blocks
 from ...config import GenerationConfig, ModelConfig
 from ...data.tokenizers import Tokenizer
+from .generation_settings import GENERATION, read_sampler, sampler_settings
 from .huggingface import Read, links
 from .transformers_directory import CONFIG, INDEX, SINGLE, TransformersDirectory, read_json
 
 SHARD_BYTES = 5 * 10**9
 CARRIED_FILE = "carried.safetensors"  # in a folder of assets: the vision tower
-GENERATION = "generation_config.json"
 # Written anew by an export; every other file of a directory is carried through it.
 WRITTEN = frozenset({CONFIG, SINGLE, INDEX})
 
@@ -40,7 +40,7 @@ class Export:
     dtype       of our tensor by name, as it is to be written
     assets      directory of carried files, if there is one
     tokenizer   written beside the model; None: `assets` have one
-    generation  the sampler's settings, where no asset has them
+    generation  the sampler's settings; those of the assets stand where these are the defaults
     """
 
     config: ModelConfig
@@ -63,8 +63,7 @@ class Export:
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(draft)
         _write_json(draft / CONFIG, self._model_settings())
-        if not (draft / GENERATION).exists():
-            _write_json(draft / GENERATION, self._generation_settings())
+        self._write_generation_settings(draft)
         self._write_shards(draft, shard_bytes, progress)
         if path.exists():
             path.rmdir()
@@ -75,15 +74,15 @@ class Export:
         dtype = str(self.dtype("embedding.weight")).removeprefix("torch.")
         return self.config.to_transformers(base) | {"dtype": dtype}
 
-    def _generation_settings(self) -> dict[str, Any]:
-        """As transformers' generate reads them for this model."""
-        config, sampler = self.config, self.generation
-        return {
-            "bos_token_id": config.bos_token_id, "eos_token_id": list(config.eos_token_id), "pad_token_id": config.pad_token_id,
-            "max_new_tokens": sampler.max_new_tokens, "max_denoising_steps": sampler.max_denoising_steps, "t_min": sampler.t_min,
-            "t_max": sampler.t_max, "stability_threshold": sampler.stability_threshold,
-            "confidence_threshold": sampler.confidence_threshold,
-            "sampler_config": {"_cls_name": "EntropyBoundSamplerConfig", "entropy_bound": sampler.entropy_bound}}
+    def _write_generation_settings(self, folder: Path) -> None:
+        """The carried file is left byte for byte as it is unless the run has settings of its own, and other ones."""
+        file, tokens = folder / GENERATION, {
+            "bos_token_id": self.config.bos_token_id, "eos_token_id": list(self.config.eos_token_id),
+            "pad_token_id": self.config.pad_token_id}
+        if not file.exists():
+            _write_json(file, tokens | sampler_settings(self.generation))
+        elif self.generation not in (GenerationConfig(), read_sampler(folder)):
+            _write_json(file, read_json(file) | sampler_settings(self.generation))
 
     def reading_order(self, shard_bytes: int = SHARD_BYTES) -> list[str]:
         """Our names in the order in which `write` reads them: where `read` gathers over ranks, the others must follow."""
