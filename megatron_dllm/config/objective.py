@@ -49,6 +49,16 @@ class ObjectiveConfig:
     )
     freeze_router: bool = flag("Leave the router's weights as they are.", False)
 
+    @property
+    def is_leave_one_out(self) -> bool:
+        """Whether the logit of the noisy token that is seen is raised."""
+        return self.diffusion_loss in ("loo", "reweighted-loo")
+
+    @property
+    def has_uniform_null(self) -> bool:
+        """Whether a uniform guess stands for the first decoding where there is none."""
+        return self.self_conditioning_null == "uniform"
+
     def canvas_lengths(self) -> tuple[tuple[int, int], ...]:
         """The schedule as (first iteration, canvas length) pairs, () without one; ValueError says which entry is wrong."""
         pairs: list[tuple[int, int]] = []

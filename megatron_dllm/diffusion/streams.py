@@ -115,7 +115,7 @@ def build_streams(microbatch: Microbatch, tokens: Sequence[np.ndarray], objectiv
         np.concatenate([np.full(start, CLEAN), own]), own, start)
     level = np.repeat([example.noise_level for _, _, example in extras], length).astype(np.float64)
     bonus = np.zeros_like(level)
-    if objective.diffusion_loss in ("loo", "reweighted-loo"):
+    if objective.is_leave_one_out:
         bonus = np.log1p(vocab_size * (1 - level) / level)  # arXiv 2605.22765
     coin, drafted = (np.repeat([getattr(example, name) for _, _, example in extras], length).astype(bool)
                      for name in ("self_conditioned", "has_draft"))

@@ -14,7 +14,8 @@ from ..data.order import Order
 from ..data.source import ExampleSource
 from ..diffusion.batch_plan import BatchPlan, RowRequest, fit_example, plan_batch
 from ..diffusion.fill import SCORED_MULTIPLE, filled_up, filled_up_canvases
-from ..diffusion.inputs import MicrobatchInputs, PassOrder, microbatch_inputs
+from ..diffusion.inputs import MicrobatchInputs, PassOrder
+from ..diffusion.passes import PassOptions, microbatch_inputs
 from ..diffusion.random import DrawKey, Stream
 from ..diffusion.streams import build_streams
 from ..parallel import ParallelContext
@@ -99,20 +100,24 @@ class BatchMaker:
         streams = build_streams(
             microbatch, tokens, objective, plan.denominators, vocab_size=model.vocab_size, fill_token=model.fill_token_id,
             dropout=self.run.lora.lora_dropout > 0)
-        multiple = training.cuda_graph_token_multiple
-        streams = filled_up(streams, multiple, model.pad_token_id)
+        streams = filled_up(streams, training.cuda_graph_token_multiple, model.pad_token_id)
         if self.has_one_form:
             streams = filled_up_canvases(streams, training.cuda_graph_canvas_multiple, microbatch.examples[0].fit.canvas_length,
                                          model.pad_token_id, drafted=objective.self_conditioning_prob > 0)
         return microbatch_inputs(
-            streams, model, scored_multiple=min(multiple, SCORED_MULTIPLE),
-            dtype=self.loss_dtype, mtp_scale=objective.mtp_loss_scaling_factor,
-            uniform_null=objective.self_conditioning_null == "uniform",
-            leave_one_out=objective.diffusion_loss in ("loo", "reweighted-loo"), split=SequenceSplit.of(self.context),
-            context_split=ContextSplit.of(self.context, self.run.parallel, objective, model), packed=packed_types(training, model),
-            second_loop=together and plan.second_loop(number), one_form=self.has_one_form,
+            streams, model, self.pass_options, second_loop=together and plan.second_loop(number),
             # An evaluation has no backward, which is what another order would spare work in.
             passes=self._order_of_passes(plan, number) if self.stream is Stream.TRAIN else "shared")
+
+    @cached_property
+    def pass_options(self) -> PassOptions:
+        """What all microbatches have in common."""
+        objective, training, model = self.run.objective, self.run.training, self.run.model
+        return PassOptions(
+            dtype=self.loss_dtype, uniform_null=objective.has_uniform_null, leave_one_out=objective.is_leave_one_out,
+            mtp_scale=objective.mtp_loss_scaling_factor, scored_multiple=min(training.cuda_graph_token_multiple, SCORED_MULTIPLE),
+            one_form=self.has_one_form, packed=packed_types(training, model), split=SequenceSplit.of(self.context),
+            context_split=ContextSplit.of(self.context, self.run.parallel, objective, model))
 
     @cached_property
     def can_join(self) -> bool:

@@ -144,52 +144,87 @@ class TokenPass:
         return torch.cat([scalars[:1].expand(self.num_own_clean), scalars[1:].expand(self.num_own - self.num_own_clean)])[:, None]
 
 
-def token_pass(config: ModelConfig, visibility: Mapping[str, Visibility], positions: np.ndarray, *, device: torch.device, num_clean: int,
-               kept: Mapping[str, np.ndarray] | None = None, key_order: Mapping[str, np.ndarray] | None = None,
-               shards: Mapping[str, Shards] | None = None, split: SequenceSplit = SequenceSplit(),  # noqa: B008 (immutable)
-               routed: RoutedTokens | None = None, runs: Runs | None = None, draws: np.ndarray | None = None,
-               num_live: int | None = None, packed: Set[str] = frozenset(), replaced: Rows | None = None,
-               replaces: bool = False, one_form: bool = False) -> TokenPass:
-    """The pass of tokens at `positions` [T], of which the first `num_clean` are clean.
+@dataclass(frozen=True)
+class PassTokens:
+    """The T tokens that a pass is made of, and what its layers are told of each.
 
     visibility  by layer type (the types may hold different contexts), without the window, which sliding layers add
-    kept        by layer type, the clean keys to hand on
-    key_order   by layer type, where the visibility's clean keys stand in [context ; clean]; without it, in this order
-    shards      by layer type, who has what under context parallelism: then the visibility is that of all ranks' tokens, all else our own
+    positions   int64 [T]
+    num_clean   the first ones are clean
+    routed      what routers know of them
+    draws       int64 [T], a word of each token for dropout (None: there is none)
     runs        what linear layers need, if the model has any
-    draws       int64 [T], a word of each token for dropout
-    num_live    of our tokens only so many, the first ones, may get a gradient that is not zero (None: all)
+    shards      by layer type, who has what under context parallelism: then the visibility is that of all ranks' tokens, all else our own
+    num_live    only so many, the first ones, may get a gradient that is not zero (None: all)
+    """
+
+    visibility: Mapping[str, Visibility]
+    positions: np.ndarray
+    num_clean: int
+    routed: RoutedTokens | None = None
+    draws: np.ndarray | None = None
+    runs: Runs | None = None
+    shards: Mapping[str, Shards] | None = None
+    num_live: int | None = None
+
+
+@dataclass(frozen=True)
+class PassKeys:
+    """What a pass has to do with the keys of another one.
+
+    kept        int64 by layer type, the clean keys to hand on
+    key_order   int64 by layer type, where the visibility's clean keys stand in [context ; clean]; without it, in this order
+    replaced    the rows of which a later pass has others (LayerPass)
+    replaces    this pass is one that has others of an earlier one's
+    """
+
+    kept: Mapping[str, np.ndarray] | None = None
+    key_order: Mapping[str, np.ndarray] | None = None
+    replaced: Rows | None = None
+    replaces: bool = False
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether attention is to keep a row of each token for its backward, so that another pass's can take its place."""
+        return self.replaces or self.replaced is not None
+
+
+def token_pass(config: ModelConfig, tokens: PassTokens, *, device: torch.device, keys: PassKeys = PassKeys(),  # noqa: B008 (immutable)
+               split: SequenceSplit = SequenceSplit(), packed: Set[str] = frozenset(), one_form: bool = False) -> TokenPass:  # noqa: B008
+    """The pass of these tokens.
+
     packed      the layer types whose attention Transformer Engine computes; without shards
     one_form    attention's lists are filled up to their most, without shards
-    replaced    the rows of which a later pass has others (LayerPass); replaces: this pass is one that has others of an earlier one's
     """
-    token_draws = None if draws is None and num_live is None else _token_draws(draws, num_live, split, device)
-    filled = np.pad(positions, (0, -len(positions) % split.size))
+    draws = _token_draws(tokens, split, device)
+    filled = np.pad(tokens.positions, (0, -len(tokens.positions) % split.size))
     where = torch.from_numpy(filled).to(device)
     layers = {}
     for kind in LAYER_TYPES:
-        window, order = config.window_size if kind == "sliding" else None, None if key_order is None else key_order[kind]
+        window = config.window_size if kind == "sliding" else None
+        order = None if keys.key_order is None else keys.key_order[kind]
         if kind in packed:
-            plan = packed_plan(visibility[kind], window, device, order)
-        elif shards is None:
-            plan = attention_plan(visibility[kind], window, device, order, num_live=num_live, keeps_rows=replaces or replaced is not None,
+            plan = packed_plan(tokens.visibility[kind], window, device, order)
+        elif tokens.shards is None:
+            plan = attention_plan(tokens.visibility[kind], window, device, order, num_live=tokens.num_live, keeps_rows=keys.keeps_rows,
                                   one_form=one_form)
         else:
-            plan = sharded_plan(visibility[kind], window, shards[kind], device)
+            plan = sharded_plan(tokens.visibility[kind], window, tokens.shards[kind], device)
         layers[kind] = LayerPass(
             rotary_table(where, layer_frequencies(config, kind, device)), plan,
-            None if kept is None else torch.from_numpy(kept[kind]).to(device), token_draws, replaced)
-    if runs is not None:
-        parts = None if shards is None else tokens_by_rank(shards["full"].clean, shards["full"].canvas)
-        layers["linear"] = gated_delta_plan(runs, config.linear_conv_kernel_dim, device, parts)
-    return TokenPass(num_clean, len(positions) - num_clean, layers, split, routed, token_draws)
+            None if keys.kept is None else torch.from_numpy(keys.kept[kind]).to(device), draws, keys.replaced)
+    if tokens.runs is not None:
+        parts = None if tokens.shards is None else tokens_by_rank(tokens.shards["full"].clean, tokens.shards["full"].canvas)
+        layers["linear"] = gated_delta_plan(tokens.runs, config.linear_conv_kernel_dim, device, parts)
+    return TokenPass(tokens.num_clean, len(tokens.positions) - tokens.num_clean, layers, split, tokens.routed, draws)
 
 
-def _token_draws(draws: np.ndarray | None, num_live: int | None, split: SequenceSplit, device: torch.device) -> TokenDraws:
-    if draws is None:
-        return TokenDraws(None, None, num_live)
-    every = torch.from_numpy(np.pad(draws, (0, -len(draws) % split.size))).to(device)
-    return TokenDraws(every, every.chunk(split.size)[split.rank] if len(every) else every, num_live)
+def _token_draws(tokens: PassTokens, split: SequenceSplit, device: torch.device) -> TokenDraws | None:
+    """The words of all tokens and of our piece, filled up; None where there are none and every token may get a gradient."""
+    if tokens.draws is None:
+        return None if tokens.num_live is None else TokenDraws(None, None, tokens.num_live)
+    every = torch.from_numpy(np.pad(tokens.draws, (0, -len(tokens.draws) % split.size))).to(device)
+    return TokenDraws(every, every.chunk(split.size)[split.rank] if len(every) else every, tokens.num_live)
 
 
 def layer_frequencies(config: ModelConfig, kind: str, device: torch.device) -> Tensor:

@@ -13,7 +13,8 @@ from megatron_dllm.config import ModelConfig, ObjectiveConfig, OptimizerConfig, 
 from megatron_dllm.context_parallel.layout import ContextSplit
 from megatron_dllm.diffusion.batch_plan import BatchPlan, RowRequest, fit_example, plan_batch
 from megatron_dllm.diffusion.fill import filled_up, filled_up_canvases
-from megatron_dllm.diffusion.inputs import MicrobatchInputs, microbatch_inputs
+from megatron_dllm.diffusion.inputs import MicrobatchInputs
+from megatron_dllm.diffusion.passes import PassOptions, microbatch_inputs
 from megatron_dllm.diffusion.random import DrawKey, Stream
 from megatron_dllm.diffusion.streams import build_streams
 from megatron_dllm.models.diffusion_gemma.model import DiffusionGemma
@@ -112,10 +113,11 @@ def make_inputs(case: PipelineCase, plan: BatchPlan, rank: int, number: int, con
     if case.one_form:
         streams = filled_up(streams, 64, config.pad_token_id)
         streams = filled_up_canvases(streams, 3, config.canvas_length, config.pad_token_id, drafted=True)
+    options = PassOptions(
+        torch.float64, one_form=case.one_form, uniform_null=case.one_form, split=SequenceSplit.of(context),
+        context_split=ContextSplit.of(context, ParallelConfig(context_parallel_size=context.cp.size), objective, config))
     return microbatch_inputs(
-        streams, config, dtype=torch.float64, one_form=case.one_form, uniform_null=case.one_form, split=SequenceSplit.of(context),
-        context_split=ContextSplit.of(context, ParallelConfig(context_parallel_size=context.cp.size), objective, config),
-        passes="joint" if case.joint else "shared",
+        streams, config, options, passes="joint" if case.joint else "shared",
         second_loop=max(context.pp.size, context.ep.size, context.etp.size) > 1 and plan.second_loop(number))
 
 

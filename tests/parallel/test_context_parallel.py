@@ -10,7 +10,7 @@ import torch
 from megatron_dllm.config import ObjectiveConfig
 from megatron_dllm.context_parallel.layout import ContextSplit
 from megatron_dllm.context_parallel.microbatch import SharedMicrobatch
-from megatron_dllm.diffusion.inputs import microbatch_inputs
+from megatron_dllm.diffusion.passes import PassOptions, microbatch_inputs
 from megatron_dllm.diffusion.streams import build_streams
 from megatron_dllm.parallel import Topology, communication, create_context
 from tests.unit.toy import CONFIG as TOY
@@ -57,9 +57,8 @@ def streams_of(case, number=0):
 
 def inputs_of(streams, case, split=ContextSplit()):  # noqa: B008 (immutable)
     objective = case.objective
-    return microbatch_inputs(
-        streams, case.config, dtype=torch.float64, uniform_null=objective.self_conditioning_null == "uniform",
-        leave_one_out="loo" in objective.diffusion_loss, context_split=split)
+    options = PassOptions(torch.float64, objective.has_uniform_null, objective.is_leave_one_out, context_split=split)
+    return microbatch_inputs(streams, case.config, options)
 
 
 def split_of(case, rank):

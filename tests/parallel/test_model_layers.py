@@ -7,7 +7,7 @@ import torch
 
 from megatron_dllm.config import ObjectiveConfig, ParallelConfig
 from megatron_dllm.context_parallel.layout import ContextSplit
-from megatron_dllm.diffusion.inputs import microbatch_inputs
+from megatron_dllm.diffusion.passes import PassOptions, microbatch_inputs
 from megatron_dllm.diffusion.streams import build_streams
 from megatron_dllm.parallel import ParallelContext, Topology, communication, create_context
 from megatron_dllm.tensor_parallel import sum_shared_gradients
@@ -37,8 +37,9 @@ def gradients_of(model, config, context):
     tokens = [toy_tokens(e.index, e.fit.prompt + e.fit.response) for e in chosen.examples]
     streams = build_streams(chosen, tokens, ObjectiveConfig(), plan.denominators, vocab_size=config.vocab_size,
                             fill_token=config.fill_token_id)
-    inputs = microbatch_inputs(streams, config, dtype=torch.float64, split=SequenceSplit.of(context),
-                               context_split=ContextSplit.of(context, parallel, ObjectiveConfig(), config))
+    options = PassOptions(torch.float64, split=SequenceSplit.of(context),
+                          context_split=ContextSplit.of(context, parallel, ObjectiveConfig(), config))
+    inputs = microbatch_inputs(streams, config, options)
     terms = model(inputs)
     terms.total.backward()
     return terms.total.detach(), {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_dllm.config import ObjectiveConfig
-from megatron_dllm.diffusion.inputs import microbatch_inputs
+from megatron_dllm.diffusion.passes import PassOptions, microbatch_inputs
 from megatron_dllm.diffusion.streams import build_streams
 from megatron_dllm.parallel import ParallelContext, Topology, communication, create_context
 from megatron_dllm.tensor_parallel import sum_shared_gradients
@@ -19,8 +19,8 @@ def make_inputs(plan, number, context, *, second_loop, passes="shared"):
     tokens = [toy_tokens(e.index, e.fit.prompt + e.fit.response) for e in microbatch.examples]
     streams = build_streams(
         microbatch, tokens, ObjectiveConfig(), plan.denominators, vocab_size=CONFIG.vocab_size, fill_token=CONFIG.fill_token_id)
-    return microbatch_inputs(streams, CONFIG, dtype=torch.float64, second_loop=second_loop, passes=passes,
-                             split=SequenceSplit.of(context))
+    options = PassOptions(torch.float64, split=SequenceSplit.of(context))
+    return microbatch_inputs(streams, CONFIG, options, second_loop=second_loop, passes=passes)
 
 
 def mixed_plan(parts):

@@ -8,7 +8,8 @@ import torch
 
 from megatron_dllm.config import ObjectiveConfig
 from megatron_dllm.context_parallel.layout import ContextSplit
-from megatron_dllm.diffusion.inputs import microbatch_inputs, to_device
+from megatron_dllm.diffusion.inputs import to_device
+from megatron_dllm.diffusion.passes import PassOptions, microbatch_inputs
 from megatron_dllm.diffusion.streams import build_streams
 from tests.unit.toy import CONFIG, LENGTHS, toy_plan, toy_tokens
 
@@ -23,7 +24,7 @@ def streams_of(objective, lengths=LENGTHS):
 
 
 def inputs_of(streams, split=ContextSplit(), config=CONFIG, **options):  # noqa: B008 (immutable)
-    return microbatch_inputs(streams, config, dtype=torch.float64, context_split=split, **options)
+    return microbatch_inputs(streams, config, PassOptions(torch.float64, context_split=split), **options)
 
 
 def scored(inputs):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_dllm.config import PRESETS, LoRAConfig, ObjectiveConfig, parse, validate
-from megatron_dllm.diffusion import inputs as inputs_module
+from megatron_dllm.diffusion import passes as passes_module
 from megatron_dllm.diffusion.fill import filled_up
 from megatron_dllm.diffusion.nested import form_of
 from megatron_dllm.models.diffusion_gemma.lora import add_adapters
@@ -31,7 +31,7 @@ MULTIPLE = 2  # that the kept clean tokens are filled up to: with the real one a
 
 @pytest.fixture(autouse=True)
 def few_are_kept(monkeypatch):
-    monkeypatch.setattr(inputs_module, "KEPT_MULTIPLE", MULTIPLE)
+    monkeypatch.setattr(passes_module, "KEPT_MULTIPLE", MULTIPLE)
 
 
 def plan_of(objective, lengths=LENGTHS, **options):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_dllm.config import LoRAConfig, ObjectiveConfig
-from megatron_dllm.diffusion.inputs import microbatch_inputs
+from megatron_dllm.diffusion.passes import PassOptions, microbatch_inputs
 from megatron_dllm.diffusion.streams import DropoutWords, build_streams
 from megatron_dllm.models.diffusion_gemma.lora import add_adapters
 from megatron_dllm.tensor_parallel.dropout import Dropout
@@ -64,7 +64,7 @@ def gradients(recompute=frozenset(), rate=0.3) -> dict[str, torch.Tensor]:
         for name, parameter in model.named_parameters():
             if name.endswith("adapter.b"):
                 parameter.fill_(0.1)
-    model(microbatch_inputs(streams, CONFIG, dtype=torch.float64)).total.backward()
+    model(microbatch_inputs(streams, CONFIG, PassOptions(torch.float64))).total.backward()
     return {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from megatron_dllm.config import ObjectiveConfig
 from megatron_dllm.diffusion.inputs import MTP_GROUP
 from megatron_dllm.training.step import loss_metrics
-from megatron_dllm.transformer.token_pass import LAYER_TYPES, token_pass
+from megatron_dllm.transformer.token_pass import LAYER_TYPES, PassTokens, token_pass
 from megatron_dllm.transformer.visibility import CLEAN, Visibility
 from tests.unit.toy import CONFIG, gradients, toy_inputs, toy_model, toy_plan, toy_tokens
 
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 def document_pass(config, length):
     alone = Visibility(np.zeros(length, np.int64), np.arange(1, length + 1), np.full(length, CLEAN), np.zeros(0, np.int64), length)
-    return token_pass(config, dict.fromkeys(LAYER_TYPES, alone), np.arange(length), device=CPU, num_clean=length)
+    return token_pass(config, PassTokens(dict.fromkeys(LAYER_TYPES, alone), np.arange(length), num_clean=length), device=CPU)
 
 
 def written_out(model, hidden, texts):

@@ -6,7 +6,7 @@ import torch
 from megatron_dllm.config import PRESETS
 from megatron_dllm.transformer.block import near_equal_counts
 from megatron_dllm.transformer.core_attention import attend, attention_plan
-from megatron_dllm.transformer.token_pass import LAYER_TYPES, SequenceSplit, TokenPass, token_pass
+from megatron_dllm.transformer.token_pass import LAYER_TYPES, PassTokens, SequenceSplit, TokenPass, token_pass
 from megatron_dllm.transformer.visibility import CLEAN, Visibility
 
 SPLITS = [(5, 2, 2), (5, 3, 2), (1, 0, 4), (0, 3, 2), (2, 6, 4), (7, 4, 1), (0, 0, 2), (9, 1, 4)]
@@ -27,7 +27,7 @@ def test_fill_gets_positions_and_attends_to_nothing():
     config, count = PRESETS["toy"], 5
     order = np.arange(count)
     visibility = Visibility(np.zeros(count, np.int64), order + 1, np.full(count, CLEAN), np.zeros(0, np.int64), count)
-    made = token_pass(config, dict.fromkeys(LAYER_TYPES, visibility), order, device=torch.device("cpu"), num_clean=count,
+    made = token_pass(config, PassTokens(dict.fromkeys(LAYER_TYPES, visibility), order, num_clean=count), device=torch.device("cpu"),
                       split=SequenceSplit(1, 4))
     assert made.num_tokens == 5 and len(made.layers["full"].rotary.cos) == 8
     plan = attention_plan(visibility, None, torch.device("cpu"))

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from megatron_dllm.config import PRESETS, ModelConfig, MoEConfig, ObjectiveConfig, OptimizerConfig
-from megatron_dllm.diffusion.inputs import _filled_up, to_device
+from megatron_dllm.diffusion.inputs import to_device
 from megatron_dllm.diffusion.nested import form_of, map_tensors, tensors_of
+from megatron_dllm.diffusion.passes import _filled_up
 from megatron_dllm.kernels.graphs import CudaRecorder
 from megatron_dllm.models.diffusion_gemma.model import DiffusionGemma
 from megatron_dllm.moe import replay

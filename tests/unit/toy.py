@@ -8,7 +8,8 @@ import torch
 
 from megatron_dllm.config import PRESETS, ObjectiveConfig
 from megatron_dllm.diffusion.batch_plan import BatchPlan, RowRequest, fit_example, plan_batch
-from megatron_dllm.diffusion.inputs import MicrobatchInputs, microbatch_inputs
+from megatron_dllm.diffusion.inputs import MicrobatchInputs
+from megatron_dllm.diffusion.passes import PassOptions, microbatch_inputs
 from megatron_dllm.diffusion.random import DrawKey, Stream
 from megatron_dllm.diffusion.streams import build_streams
 from megatron_dllm.models.diffusion_gemma.model import DiffusionGemma
@@ -50,16 +51,15 @@ def toy_tokens(index: int, length: int, config=CONFIG) -> np.ndarray:
 
 
 def toy_inputs(plan: BatchPlan, microbatch=0, *, objective=None, config=CONFIG, edit=None, dtype=torch.float64,
-               scored_multiple=1, dropout=False, **options) -> MicrobatchInputs:
-    """A microbatch of the plan as the model reads it; `edit` may change its streams first."""
+               dropout=False, passes="shared", second_loop=False, **options) -> MicrobatchInputs:
+    """A microbatch of the plan as the model reads it; `edit` may change its streams first. `options`: further PassOptions."""
     objective = objective or ObjectiveConfig()
     chosen = plan.microbatches[0][microbatch]
     tokens = [toy_tokens(e.index, e.fit.prompt + e.fit.response, config) for e in chosen.examples]
     streams = build_streams(chosen, tokens, objective, plan.denominators, vocab_size=config.vocab_size, fill_token=config.fill_token_id,
                             dropout=dropout)
-    return microbatch_inputs(
-        edit(streams) if edit else streams, config, dtype=dtype, uniform_null=objective.self_conditioning_null == "uniform",
-        leave_one_out=objective.diffusion_loss in ("loo", "reweighted-loo"), scored_multiple=scored_multiple, **options)
+    options = PassOptions(dtype, objective.has_uniform_null, objective.is_leave_one_out, **options)
+    return microbatch_inputs(edit(streams) if edit else streams, config, options, second_loop=second_loop, passes=passes)
 
 
 def gradients(model: DiffusionGemma, plan: BatchPlan, **options) -> tuple[float, dict[str, torch.Tensor]]:

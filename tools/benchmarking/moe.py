@@ -25,7 +25,8 @@ from torch import Tensor
 
 from megatron_dllm.config import ModelConfig, MoEConfig, ObjectiveConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainingConfig
 from megatron_dllm.diffusion.batch_plan import RowRequest, fit_example, plan_batch
-from megatron_dllm.diffusion.inputs import MicrobatchInputs, microbatch_inputs, to_device
+from megatron_dllm.diffusion.inputs import MicrobatchInputs, to_device
+from megatron_dllm.diffusion.passes import PassOptions, microbatch_inputs
 from megatron_dllm.diffusion.random import DrawKey, Stream
 from megatron_dllm.diffusion.streams import build_streams
 from megatron_dllm.kernels.row_weights import RowWeights
@@ -385,7 +386,7 @@ def own_share(config: ModelConfig, seq_length: int, context: ParallelContext) ->
     tokens = [np.random.default_rng(rank).integers(FIRST_TOKEN, config.vocab_size, seq_length)]
     streams = build_streams(plan.microbatches[rank][0], tokens, OBJECTIVE, plan.denominators, vocab_size=config.vocab_size,
                             fill_token=config.fill_token_id)
-    return to_device(microbatch_inputs(streams, config, dtype=torch.float32), context.device)
+    return to_device(microbatch_inputs(streams, config, PassOptions(torch.float32)), context.device)
 
 
 def longest_since(start: float, context: ParallelContext) -> float:

@@ -19,7 +19,8 @@ from torch import Tensor
 from benchmarking.workload import FIRST_TOKEN, DeviceNormal, Gradients, calm, real_width, release_memory, toy_width
 from megatron_dllm.config import ModelConfig, ObjectiveConfig, OptimizerConfig, ParallelConfig
 from megatron_dllm.diffusion.batch_plan import RowRequest, fit_example, plan_batch
-from megatron_dllm.diffusion.inputs import MicrobatchInputs, microbatch_inputs
+from megatron_dllm.diffusion.inputs import MicrobatchInputs
+from megatron_dllm.diffusion.passes import PassOptions, microbatch_inputs
 from megatron_dllm.diffusion.random import DrawKey, Stream
 from megatron_dllm.diffusion.streams import build_streams
 from megatron_dllm.models.diffusion_gemma.model import DiffusionGemma
@@ -131,7 +132,7 @@ class Suite:
             streams = build_streams(microbatch, tokens, objective, plan.denominators, vocab_size=config.vocab_size,
                                     fill_token=config.fill_token_id)
             again = context.pp.size > 1 and plan.second_loop(number)
-            made.append(microbatch_inputs(streams, config, dtype=torch.float32, second_loop=again))
+            made.append(microbatch_inputs(streams, config, PassOptions(torch.float32), second_loop=again))
         return made
 
 

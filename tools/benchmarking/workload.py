@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from megatron_dllm.config import PRESETS, ModelConfig, ObjectiveConfig
 from megatron_dllm.data_parallel import GradientBuckets, GradientSums, finalize_gradients
 from megatron_dllm.diffusion.batch_plan import RowRequest, fit_example, plan_batch
-from megatron_dllm.diffusion.inputs import MicrobatchInputs, PassOrder, microbatch_inputs, to_device
+from megatron_dllm.diffusion.inputs import MicrobatchInputs, PassOrder, to_device
+from megatron_dllm.diffusion.passes import PassOptions, microbatch_inputs
 from megatron_dllm.diffusion.random import DrawKey, Stream
 from megatron_dllm.diffusion.streams import Streams, build_streams
 from megatron_dllm.models.diffusion_gemma.model import DiffusionGemma
@@ -111,7 +112,7 @@ def synthetic(config: ModelConfig, batch: int, seq_length: int, device: torch.de
     tokens = [generator.integers(FIRST_TOKEN, config.vocab_size, seq_length) for _ in range(batch)]
     streams = build_streams(plan.microbatches[0][0], tokens, objective, plan.denominators, vocab_size=config.vocab_size,
                             fill_token=config.fill_token_id)
-    inputs = microbatch_inputs(streams, config, dtype=torch.float32, split=split, passes=passes)
+    inputs = microbatch_inputs(streams, config, PassOptions(torch.float32, split=split), passes=passes)
     return Workload(batch, seq_length, streams, to_device(inputs, device), TokenCounts.of(plan, objective))
 
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from megatron_dllm.config import PRESETS, ObjectiveConfig
 from megatron_dllm.diffusion.batch_plan import RowRequest, fit_example, plan_batch
-from megatron_dllm.diffusion.inputs import microbatch_inputs, to_device
+from megatron_dllm.diffusion.inputs import to_device
+from megatron_dllm.diffusion.passes import PassOptions, microbatch_inputs
 from megatron_dllm.diffusion.random import DrawKey, Stream
 from megatron_dllm.diffusion.streams import build_streams
 from megatron_dllm.models.diffusion_gemma.model import DiffusionGemma
@@ -80,8 +81,7 @@ def loss_and_gradients(device: torch.device, dtype: torch.dtype, *, moved: float
     microbatch = plan.microbatches[0][0]
     tokens = [np.random.default_rng(n).integers(3, config.vocab_size, sum(lengths)).astype(np.int32) for n, lengths in enumerate(LENGTHS)]
     streams = build_streams(microbatch, tokens, objective, plan.denominators, vocab_size=config.vocab_size, fill_token=config.fill_token_id)
-    inputs = microbatch_inputs(streams, config, dtype=dtype, uniform_null=objective.self_conditioning_null == "uniform",
-                               leave_one_out=objective.diffusion_loss in ("loo", "reweighted-loo"))
+    inputs = microbatch_inputs(streams, config, PassOptions(dtype, objective.has_uniform_null, objective.is_leave_one_out))
     total = model(to_device(inputs, device)).total
     total.backward()
     return total.detach().cpu().view(1), torch.cat([p.grad.flatten().cpu().double() for p in model.parameters() if p.grad is not None])

@@ -9,7 +9,8 @@ import torch
 
 from megatron_dllm.config import MoEConfig, ObjectiveConfig, RunConfig, TrainingConfig, parse
 from megatron_dllm.diffusion.batch_plan import RowRequest, fit_example, plan_batch
-from megatron_dllm.diffusion.inputs import MicrobatchInputs, microbatch_inputs
+from megatron_dllm.diffusion.inputs import MicrobatchInputs
+from megatron_dllm.diffusion.passes import PassOptions, microbatch_inputs
 from megatron_dllm.diffusion.random import DrawKey, Stream
 from megatron_dllm.diffusion.streams import build_streams
 from megatron_dllm.models.diffusion_gemma.build import build_model
@@ -94,4 +95,4 @@ def microbatch(rank: int, run: RunConfig) -> MicrobatchInputs:
     raw = [generator.integers(3, run.model.vocab_size, e.fit.prompt + e.fit.response) for e in examples]
     streams = build_streams(plan.microbatches[0][0], raw, objective, plan.denominators, vocab_size=run.model.vocab_size,
                             fill_token=run.model.fill_token_id)
-    return microbatch_inputs(streams, run.model, dtype=torch.float32)
+    return microbatch_inputs(streams, run.model, PassOptions(torch.float32))

@@ -22,7 +22,8 @@ from torch import Tensor
 from megatron_dllm.checkpoint.model_state import load_whole_tensors, named_tensors, whole_tensors_reader
 from megatron_dllm.config import ObjectiveConfig
 from megatron_dllm.diffusion.batch_plan import BatchPlan, RowRequest, fit_example, plan_batch
-from megatron_dllm.diffusion.inputs import MicrobatchInputs, microbatch_inputs
+from megatron_dllm.diffusion.inputs import MicrobatchInputs
+from megatron_dllm.diffusion.passes import PassOptions, microbatch_inputs
 from megatron_dllm.diffusion.random import DrawKey, Stream
 from megatron_dllm.diffusion.streams import Streams, build_streams
 from megatron_dllm.models.diffusion_gemma.build import UNSET
@@ -88,7 +89,7 @@ def make_case(model: DiffusionGemma, seed: int) -> Case:
         raw = [generator.integers(3, config.vocab_size, e.fit.prompt + e.fit.response) for e in plan.microbatches[0][0].examples]
         streams = build_streams(plan.microbatches[0][0], raw, objective, plan.denominators, vocab_size=config.vocab_size,
                                 fill_token=config.fill_token_id)
-        inputs = microbatch_inputs(streams, config, device=torch.device("cpu"), dtype=torch.float32)
+        inputs = microbatch_inputs(streams, config, PassOptions(torch.float32))
         gap = smallest_gap(model, inputs)
         if any(coins) and not all(coins) and gap > 1e-6:
             return Case(plan, objective, raw, streams, inputs, gap)
@@ -240,7 +241,7 @@ def decode_all(model: DiffusionGemma, case: Case) -> list[Figure]:
                              for e in case.examples])
     streams = dataclasses.replace(streams, canvas=dataclasses.replace(streams.canvas, weights=streams.canvas.weights * chosen))
     model.zero_grad()
-    all_ = model(microbatch_inputs(streams, model.config, device=torch.device("cpu"), dtype=torch.float32))
+    all_ = model(microbatch_inputs(streams, model.config, PassOptions(torch.float32)))
     all_.total.backward()
     norm = torch.cat([g.flatten() for g in gradients.values()]).norm().item()
     worst = max((p.grad - gradients[name]).abs().max().item() / norm for name, p in model.named_parameters())

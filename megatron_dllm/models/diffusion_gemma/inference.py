@@ -10,7 +10,7 @@ from torch import Tensor
 from ...diffusion.sampler import Unrecorded
 from ...transformer.block import Context
 from ...transformer.gated_delta_plan import NOTHING, Runs, appended_runs
-from ...transformer.token_pass import LAYER_TYPES, SequenceSplit, TokenPass, token_pass
+from ...transformer.token_pass import LAYER_TYPES, PassKeys, PassTokens, SequenceSplit, TokenPass, token_pass
 from ...transformer.visibility import CLEAN, Visibility
 from .model import DiffusionGemma
 
@@ -48,9 +48,9 @@ class Session(Unrecorded):
             visibility[kind], order[kind] = self._appended(kind, counts)
             kept[kind], held[kind] = self._keep(kind, counts, order[kind])
         x = self.model.embed(torch.cat(list(tokens)))
-        appended = token_pass(
-            self.model.config, visibility, positions, device=self.device, num_clean=len(positions), kept=kept, key_order=order,
-            runs=appended_runs(counts, self.contexts is not None) if self.linear else None, split=self.split)
+        new = PassTokens(visibility, positions, num_clean=len(positions),
+                         runs=appended_runs(counts, self.contexts is not None) if self.linear else None)
+        appended = token_pass(self.model.config, new, device=self.device, keys=PassKeys(kept, order), split=self.split)
         _, self.contexts = self.model.run_layers(x, appended, self.contexts)
         self.held, self.lengths = held, self.lengths + counts
 
@@ -95,9 +95,8 @@ class Session(Unrecorded):
                 first, past = np.repeat((ends - self.held[kind])[chosen], length), np.repeat(ends[chosen], length)
                 visibility[kind] = Visibility(first, past, ids, ids, int(ends[-1]))
             positions = (self.lengths[chosen][:, None] + np.arange(length)).reshape(-1)
-            self._decoding = rows, token_pass(
-                self.model.config, visibility, positions, device=self.device, num_clean=0,
-                runs=self._canvas_runs(rows, length) if self.linear else None, split=self.split)
+            canvas = PassTokens(visibility, positions, num_clean=0, runs=self._canvas_runs(rows, length) if self.linear else None)
+            self._decoding = rows, token_pass(self.model.config, canvas, device=self.device, split=self.split)
         return self._decoding[1]
 
     def _canvas_runs(self, rows: tuple[int, ...], length: int) -> Runs:

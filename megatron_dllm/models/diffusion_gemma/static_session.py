@@ -20,7 +20,7 @@ from ...moe.experts import looped_linear
 from ...transformer.block_pass import block_pass
 from ...transformer.decode_stack import DecodeStack, suits_decode_stack
 from ...transformer.key_cache import KeyCache, slots_of
-from ...transformer.token_pass import LAYER_TYPES, TokenPass, token_pass
+from ...transformer.token_pass import LAYER_TYPES, PassKeys, PassTokens, TokenPass, token_pass
 from ...transformer.visibility import CLEAN, Visibility
 from .inference import Session
 from .model import DiffusionGemma
@@ -143,7 +143,7 @@ class Workspace:
             stays = positions >= np.repeat(counts, counts) - self.ring[kind]
             kept[kind] = np.flatnonzero(stays)
             places[kind] = slots_of(*(torch.from_numpy(x[stays]).to(device) for x in (row, positions)), self.slots[kind], self.ring[kind])
-        clean = token_pass(config, visibility, positions, device=device, num_clean=len(positions), kept=kept)
+        clean = token_pass(config, PassTokens(visibility, positions, num_clean=len(positions)), device=device, keys=PassKeys(kept))
         _, contexts = self.model.run_layers(self.model.embed(torch.cat(list(tokens))), clean)
         for layer, cache in self.caches.items():
             cache.put(places[self.model.layers[str(layer)].kind], contexts[layer].key, contexts[layer].value)
