@@ -108,6 +108,8 @@ class SignalWatcher:
         signal.set_wakeup_fd(self._former_fd)
         for number, handler in self._former.items():
             signal.signal(number, handler)
+        # Not only closed: a child that is still there holds a copy, and the thread would wait for its end too.
+        self._writer.shutdown(socket.SHUT_WR)
         self._writer.close()
         self._thread.join()
         self._reader.close()

@@ -162,6 +162,29 @@ def test_signal_watcher_beside_a_loader():
         assert worker.exitcode == 0
 
 
+@pytest.mark.filterwarnings("ignore:This process.*is multi-threaded, use of fork:DeprecationWarning")
+def test_signal_watcher_ends_before_its_children():
+    """An error of a data worker leaves the watcher while the workers, which have inherited it, are still there."""
+    fork = multiprocessing.get_context("fork")
+    ready = fork.Event()
+    worker = fork.Process(target=_sleep_forever, args=(ready,), daemon=True)
+
+    def wait_no_longer(number, frame):
+        raise TimeoutError("the watcher waits for its children")
+
+    former = signal.signal(signal.SIGALRM, wait_no_longer)
+    try:
+        with SignalWatcher():
+            worker.start()
+            assert ready.wait(10)
+            signal.alarm(5)
+        assert worker.is_alive()
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, former)
+        worker.kill()
+
+
 # The main thread waits in C without the interpreter, as in a collective whose other side is gone: no Python handler can run.
 STUCK = """
 import hashlib, sys
