@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
+from types import MappingProxyType
 from typing import Any
 
 # The files of checks enter their rules into CHECKS.
@@ -169,9 +170,12 @@ def validate(run: RunConfig, *, world_size: int = 1) -> list[Problem]:
     return [*out_of_range.values(), *without_effect, *_broken_rules(values, out_of_range)]
 
 
-def problems_of(settings: Any) -> list[Problem]:
-    """Every reason why the settings of one config dataclass cannot work, whatever the run around them: ranges, and rules among them."""
-    values = {item.name: getattr(settings, item.name) for item in fields(settings)}
+def problems_of(settings: Any, known: Mapping[str, Any] = MappingProxyType({})) -> list[Problem]:
+    """Every reason why the settings of one config dataclass cannot work, whatever the run around them: ranges, and rules among them.
+
+    `known`: values of fields of other groups, which those rules may read too.
+    """
+    values = {item.name: getattr(settings, item.name) for item in fields(settings)} | known
     out_of_range = dict(_range_problems(values))
     return [*out_of_range.values(), *_broken_rules(values, out_of_range)]
 

@@ -4,10 +4,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ..config import OptimizerConfig
-
-DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
-WSD_DECAY_STYLES = ("linear", "cosine", "exponential", "minus_sqrt")
+from ..config import OptimizerConfig, format_problems, problems_of
 
 
 @dataclass(frozen=True)
@@ -26,30 +23,14 @@ class LearningRateSchedule:
     wsd_decay: int = 0
     wsd_style: str = "exponential"
 
-    def __post_init__(self):
-        if self.style not in DECAY_STYLES:
-            raise ValueError(f"--lr-decay-style {self.style}: not known; set one of {', '.join(DECAY_STYLES)}")
-        if not 0 <= self.min_lr <= self.max_lr:
-            raise ValueError(f"--lr {self.max_lr}, --min-lr {self.min_lr}: 0 <= min-lr <= lr must hold; set --min-lr at most {self.max_lr}")
-        if self.style != "constant" and not 0 <= self.warmup < self.decay:
-            raise ValueError(
-                f"--lr-decay-iters {self.decay}, warm-up {self.warmup:g}: the warm-up must end before the decay does; "
-                f"set --lr-warmup-iters below {self.decay} or a longer --lr-decay-iters")
-        if self.style == "WSD":
-            self._check_wsd()
-
-    def _check_wsd(self):
-        if self.wsd_style not in WSD_DECAY_STYLES:
-            raise ValueError(f"--lr-wsd-decay-style {self.wsd_style}: not known; set one of {', '.join(WSD_DECAY_STYLES)}")
-        longest = self.decay - math.ceil(self.warmup)
-        if not 0 < self.wsd_decay <= longest:
-            raise ValueError(
-                f"--lr-wsd-decay-iters {self.wsd_decay}: the decay tail must have at least one step and begin after the warm-up; "
-                f"set it between 1 and {longest} (--lr-decay-iters less the warm-up)")
-
     @classmethod
     def from_config(cls, config: OptimizerConfig, train_iters: int) -> LearningRateSchedule:
-        """The schedule in updates. --lr-decay-iters defaults to the whole run; --lr-warmup-fraction is a fraction of --lr-decay-iters."""
+        """The schedule in updates. --lr-decay-iters defaults to the whole run; --lr-warmup-fraction is a fraction of --lr-decay-iters.
+
+        ValueError where its parts do not fit into the steps, whose number may depend on the data.
+        """
+        if problems := problems_of(config, {"train_iters": train_iters}):
+            raise ValueError(format_problems(problems))
         decay = config.lr_decay_iters or train_iters
         warmup = config.lr_warmup_iters or (config.lr_warmup_fraction or 0) * decay
         return cls(
@@ -87,7 +68,7 @@ class LearningRateSchedule:
                 return 2 * 0.5**done - 1
             case "minus_sqrt":
                 return 1 - math.sqrt(done)
-        raise AssertionError(f"{self.wsd_style} passed the check and has no formula")
+        raise AssertionError(f"{self.wsd_style} has no formula")
 
 
 def _half_cosine(done: float) -> float:

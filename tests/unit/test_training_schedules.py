@@ -2,11 +2,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from megatron_dllm.config import OptimizerConfig
-from megatron_dllm.training.schedules import DECAY_STYLES, WSD_DECAY_STYLES, LearningRateSchedule
+from megatron_dllm.config.run import FLAGS
+from megatron_dllm.training.schedules import LearningRateSchedule
+
+DECAY_STYLES, WSD_DECAY_STYLES = (FLAGS[name][1].choices for name in ("lr_decay_style", "lr_wsd_decay_style"))
 
 
 def schedule(style: str, **changes) -> LearningRateSchedule:
@@ -93,22 +97,23 @@ def test_from_config_wsd():
     assert (lr(80), lr(90), lr(100)) == (1.0, 0.5, 0.0)
 
 
-# The change that is wrong, words of the message, and the remedy that it names.
+# Settings that do not fit into 12 steps, words of the message, and the remedy that it names. The rules are those of validate().
+WSD = {"lr_decay_style": "WSD", "lr_warmup_iters": 4}
 WRONG = {
-    "style": ({"style": "quadratic"}, "one of constant, linear", {"style": "linear"}),
-    "min above max": ({"min_lr": 2.0}, "set --min-lr at most 1.0", {"min_lr": 1.0}),
+    "min above max": ({"min_lr": 2.0}, "set --min-lr to at most 1.0", {"min_lr": 1.0}),
     "negative min": ({"min_lr": -0.1}, "--min-lr -0.1", {"min_lr": 0.0}),
-    "warm-up as long as the decay": ({"warmup": 12}, "--lr-warmup-iters below 12", {"warmup": 11}),
-    "no tail": ({"style": "WSD"}, "between 1 and 8", {"wsd_decay": 1}),
-    "tail into the warm-up": ({"style": "WSD", "wsd_decay": 9}, "between 1 and 8", {"wsd_decay": 8}),
-    "tail into a fractional warm-up": ({"style": "WSD", "wsd_decay": 9, "warmup": 3.5}, "between 1 and 8", {"wsd_decay": 8}),
-    "tail style": ({"style": "WSD", "wsd_decay": 4, "wsd_style": "sudden"}, "one of linear, cosine", {"wsd_style": "cosine"}),
+    "warm-up as long as the decay": ({"lr_warmup_iters": 12}, "set --lr-warmup-iters to at most 11", {"lr_warmup_iters": 11}),
+    "no tail": (WSD, "set --lr-wsd-decay-iters", {"lr_wsd_decay_iters": 1}),
+    "tail into the warm-up": (WSD | {"lr_wsd_decay_iters": 9}, "set --lr-warmup-iters to at most 3", {"lr_warmup_iters": 3}),
+    "tail into a fractional warm-up": ({"lr_decay_style": "WSD", "lr_wsd_decay_iters": 9, "lr_warmup_fraction": 0.3},
+                                       "a warm-up of 4 steps leaves less than 9 of 12", {"lr_wsd_decay_iters": 8}),
+    "tail beyond the run": (WSD | {"lr_wsd_decay_iters": 13}, "below 12", {"lr_wsd_decay_iters": 8}),
 }
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_refuses(case):
+def test_from_config_refuses(case):
     wrong, message, remedy = WRONG[case]
     with pytest.raises(ValueError, match=message):
-        schedule(**{"style": "linear"} | wrong)
-    schedule(**{"style": "linear"} | wrong | remedy)
+        LearningRateSchedule.from_config(replace(OptimizerConfig(lr=1.0, lr_decay_style="linear"), **wrong), train_iters=12)
+    LearningRateSchedule.from_config(replace(OptimizerConfig(lr=1.0, lr_decay_style="linear"), **wrong | remedy), train_iters=12)
