@@ -20,6 +20,7 @@ class Check:
 
     fields: tuple[str, ...]
     rule: Callable[..., Fault | None]
+    name: str
 
 
 CHECKS: list[Check] = []
@@ -29,7 +30,7 @@ def check(*fields: str) -> Callable[[Callable[..., Fault | None]], Callable[...,
     """Enters the function below into CHECKS as the rule over `fields`; "world_size" is the number of processes."""
 
     def enter(rule: Callable[..., Fault | None]) -> Callable[..., Fault | None]:
-        CHECKS.append(Check(fields, rule))
+        CHECKS.append(Check(fields, rule, rule.__name__))
         return rule
 
     return enter

@@ -73,45 +73,6 @@ def linear_gradients_can_be_fused(fused: bool, bf16: bool, impl: str, rank: int 
     return None
 
 
-@check("draft_pass", "sequence_parallel", "context_parallel_size", "pipeline_model_parallel_size")
-def drafts_apart_need_whole_rows(draft_pass: str, split: bool, cp: int, pp: int) -> Fault | None:
-    if draft_pass != "apart" or not (split or cp * pp > 1):
-        return None
-    return Fault("drafts are made beforehand only where a rank has all layers and all tokens of its rows",
-                 "set --draft-pass auto, or leave out --sequence-parallel, --context-parallel-size and --pipeline-model-parallel-size",
-                 {"draft_pass": "auto"})  # fmt: skip
-
-
-@check("draft_pass", "tensor_model_parallel_size", "context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size")
-def joint_backwards_need_one_rank(draft_pass: str, *sizes: int) -> Fault | None:
-    if draft_pass != "joint" or max(sizes) == 1:
-        return None
-    return Fault("two passes have one backward only where a rank has its layers with all experts and tokens",
-                 "set --draft-pass auto, or every parallel size but those of data and pipelines to 1", {"draft_pass": "auto"})  # fmt: skip
-
-
-@check("draft_pass", "recompute_granularity", "transformer_impl", "moe_token_dispatcher_type", "lora_dropout", "lora_rank", "lora_targets",
-       "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_grouped_gemm", "moe_router_topk", "layer_types")
-def joint_backwards_need_our_layers(draft_pass: str, recompute: str | None, impl: str, dispatcher: str, dropout: float, rank: int | None,
-                                    targets: tuple[str, ...], aux: float, z: float, grouped: bool, choices: int,
-                                    layers: tuple[str, ...]) -> Fault | None:
-    adapts_experts = rank is not None and "experts" in targets
-    is_other = impl != "local" or dispatcher != "alltoall" or not grouped or choices == 1 or set(layers) - {"sliding", "full"}
-    if draft_pass != "joint" or not (is_other or recompute or dropout or adapts_experts or aux or z):
-        return None
-    return Fault("one backward of two passes joins what attention, experts and norms of our own keep, each of which is kept",
-                 "set --draft-pass auto, or leave out recompute, other packages and dispatchers, dropout, adapters of experts, losses of "
-                 "the router, --no-moe-grouped-gemm, one choice of expert and other types of layers", {"draft_pass": "auto"})  # fmt: skip
-
-
-@check("draft_pass", "moe_aux_loss_coeff")
-def drafts_apart_change_a_loss(draft_pass: str, coeff: float) -> Fault | None:
-    if draft_pass != "apart" or not coeff:
-        return None
-    return Fault("the loss on the experts' loads takes those of each pass apart, so other passes would make it another loss",
-                 "set --draft-pass auto, or --moe-aux-loss-coeff 0", {"draft_pass": "auto"})  # fmt: skip
-
-
 @check("data_source", "data_path")
 def some_data(source: str, path: tuple[str, ...]) -> Fault | None:
     if path or DataConfig(data_source=source).makes_examples:
@@ -331,14 +292,6 @@ def one_form_keeps_passes(multiple: int | None, coefficient: float, share: float
         return None
     return Fault("the auxiliary loss is of each pass, and canvases that no coin decodes twice would be in another one",
                  "set --moe-aux-loss-coeff 0, or leave --cuda-graph-canvas-multiple out", WITHOUT_ONE_FORM)  # fmt: skip
-
-
-@check("cuda_graph_canvas_multiple", "draft_pass")
-def one_form_is_not_of_drafts_beforehand(multiple: int | None, draft_pass: str) -> Fault | None:
-    if multiple is None or draft_pass != "apart":
-        return None
-    return Fault("what drafts see beforehand differs from microbatch to microbatch",
-                 "set --draft-pass auto, or leave --cuda-graph-canvas-multiple out", WITHOUT_ONE_FORM)  # fmt: skip
 
 
 @check("cuda_graph_canvas_multiple", "context_parallel_size", "objective")

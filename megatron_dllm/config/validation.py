@@ -13,6 +13,7 @@ from megatron_dllm.config import (  # noqa: F401
     checks_lora,
     checks_model,
     checks_moe,
+    checks_passes,
     checks_pipeline,
     checks_run,
 )

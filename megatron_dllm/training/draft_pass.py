@@ -25,12 +25,12 @@ import numpy as np
 import torch
 
 from ..config import ModelConfig, RunConfig
+from ..config.checks_passes import is_possible
 from ..diffusion.batch_plan import BatchPlan, Microbatch
 from ..diffusion.inputs import PassOrder
 from ..kernels.attention_tiles import suits_attention
 from ..moe.experts import choose_product, grouped_linear
 from ..transformer.small_attention import is_small
-from ..transformer.token_pass import LAYER_TYPES
 from .operations import causal_pairs, stack_operations
 
 # Matrix operations in bf16 in the time of reading a byte: an H200 does 590 TFLOP/s in products of these widths, and reads 4.6 TB/s.
@@ -127,7 +127,7 @@ def order_of_passes(run: RunConfig, plan: BatchPlan, number: int, *, on_gpu: boo
     if on_gpu:
         is_apart = all(chosen_apart(run, own) for own in drafted)
     else:
-        is_apart = _may_be_apart(run) and all(apart_costs_less_on_cpu(run.model, own) for own in drafted)
+        is_apart = is_possible("apart", run) and all(apart_costs_less_on_cpu(run.model, own) for own in drafted)
     return "apart" if is_apart and wanted == "auto" else "shared"
 
 
@@ -146,21 +146,13 @@ def wants_joint(run: RunConfig, *, on_gpu: bool) -> bool:
 
 
 def may_be_joint(run: RunConfig, device: torch.device) -> bool:
-    """Whether a rank has its layers, all experts and tokens whole and keeps it all, in functions that keep what
-    transformer/joint_backward.py knows, and no loss depends on the order. On a GPU these are the kernels for sm_90 and sm_100. Asks the
-    device, which a forked process cannot."""
-    parallel, training, lora, model = run.parallel, run.training, run.lora, run.model
-    ranks = parallel.tensor_model_parallel_size * parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size
-    adapts_experts = lora.lora_rank is not None and "experts" in lora.lora_targets
-    # With one expert a token, rows of tokens could not be told from rows of choices.
-    is_ours = (training.transformer_impl == "local" and run.moe.moe_token_dispatcher_type == "alltoall" and run.moe.moe_grouped_gemm
-               and model.moe_router_topk > 1 and not set(model.layer_types) - set(LAYER_TYPES))
-    if not (_may_be_in_one_pass(run) and ranks == 1 and is_ours and training.recompute_granularity is None) or (
-            run.moe.moe_z_loss_coeff or lora.lora_dropout or adapts_experts):
+    """Whether the configuration lets both passes have one backward, and the device does: on a GPU what is joined is what the kernels for
+    sm_90 and sm_100 keep (transformer/joint_backward.py). Asks the device, which a forked process cannot."""
+    if not is_possible("joint", run):
         return False
     if device.type == "cpu":
         return True
-    dtype = torch.bfloat16 if training.bf16 else torch.float32
+    model, dtype = run.model, torch.bfloat16 if run.training.bf16 else torch.float32
     product = choose_product(dtype, device, model.hidden_size, model.moe_ffn_hidden_size, grouped=True)
     return product is grouped_linear and all(suits_attention(model.head_dim(layer), dtype, device) for layer in range(model.num_layers))
 
@@ -170,24 +162,14 @@ def choice_of_passes(run: RunConfig, device: torch.device) -> list[str]:
     if run.training.draft_pass != "auto" or run.objective.objective == "ar" or run.objective.self_conditioning_prob == 0:
         return []
     joint = wants_joint(run, on_gpu=device.type == "cuda") and may_be_joint(run, device)
-    taken = "joint" if joint else "apart or shared, by what they cost" if _may_be_apart(run) else "shared"
+    taken = "joint" if joint else "apart or shared, by what they cost" if is_possible("apart", run) else "shared"
     return [f"canvases that are decoded twice: --draft-pass {taken}"]
 
 
 def chosen_apart(run: RunConfig, sizes: PassSizes) -> bool:
     """Whether --draft-pass auto takes `apart` for a microbatch of these sizes, on a GPU."""
     parallel = run.parallel
-    if not (run.training.bf16 and _may_be_apart(run)):
+    if not (run.training.bf16 and is_possible("apart", run)):
         return False
     share = Share(1 / parallel.tensor_model_parallel_size, 1 / (parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size))
     return apart_costs_less(run.model, sizes, share)
-
-
-def _may_be_apart(run: RunConfig) -> bool:
-    """Whether each rank has its rows and all layers, no loss depends on the order, and forms may follow from how much drafts see."""
-    return _may_be_in_one_pass(run) and run.parallel.pipeline_model_parallel_size == 1 and run.training.cuda_graph_canvas_multiple is None
-
-
-def _may_be_in_one_pass(run: RunConfig) -> bool:
-    """Whether each rank has its rows whole, and no loss depends on the order."""
-    return run.parallel.context_parallel_size == 1 and not run.parallel.sequence_parallel and not run.moe.moe_aux_loss_coeff

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_dllm.config import PRESETS, LoRAConfig, ObjectiveConfig, parse, validate
+from megatron_dllm.config import PRESETS, LoRAConfig, ObjectiveConfig, parse
 from megatron_dllm.diffusion import passes as passes_module
 from megatron_dllm.diffusion.fill import filled_up
 from megatron_dllm.diffusion.nested import form_of
@@ -188,15 +188,3 @@ def test_the_log_says_what_is_taken(flags, device, line, monkeypatch):
     words = "--bf16 --train-iters 1 --data-source sudoku --preset toy --self-conditioning-prob 1"
     found = draft_pass.choice_of_passes(parse(f"{words} {flags}".split()), torch.device(device))
     assert found == [f"canvases that are decoded twice: --draft-pass {taken}" for taken in line]
-
-
-@pytest.mark.parametrize("flags", [
-    "", "--tensor-model-parallel-size 2", "--context-parallel-size 2", "--pipeline-model-parallel-size 2", "--expert-model-parallel-size 2",
-    "--recompute-granularity full", "--moe-token-dispatcher-type allgather", "--no-moe-grouped-gemm", "--moe-router-topk 1",
-    "--moe-aux-loss-coeff 0.01", "--moe-z-loss-coeff 0.01", "--lora-rank 2 --lora-dropout 0.5", "--lora-rank 2 --lora-targets experts",
-    "--lora-rank 2 --lora-targets attention", "--layer-types linear*5,full"])
-def test_the_flags_rules_are_those_of_the_choice(flags):
-    """Written twice, since rules see single settings: what they let pass can be joined, and nothing else."""
-    words = f"--train-iters 1 --data-source sudoku --preset toy --self-conditioning-prob 1 {flags}".split()
-    refused = [problem for problem in validate(parse([*words, "--draft-pass", "joint"])) if "--draft-pass joint" in str(problem)]
-    assert bool(refused) != draft_pass.may_be_joint(parse(words), torch.device("cpu"))
