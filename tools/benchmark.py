@@ -32,6 +32,7 @@ SUITES = {
 
 
 def main() -> int:
+    """0 when every aim is reached, 1 when one is missed, 2 for what the suite refuses."""
     sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
     listed = "\n".join(f"  {name:<10} {summary}" for name, (_, summary) in SUITES.items())
     parser = argparse.ArgumentParser(description=f"{__doc__}\nsuites:\n{listed}", formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -47,11 +48,16 @@ def main() -> int:
     import torch  # late: --help does not wait for it
 
     is_toy = chosen.suite == "cpu" or vars(arguments).get("toy") or vars(arguments).get("width") == "toy"  # their times tell little
-    if not is_toy and torch.cuda.is_available():
-        from benchmarking.alone import refuse_company
+    from benchmarking.alone import refuse_company
 
-        refuse_company(torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))))
-    return 1 if module.run(arguments) else 0
+    from tools.refusal import status_of
+
+    def measure() -> int:
+        if not is_toy and torch.cuda.is_available():
+            refuse_company(torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))))
+        return module.run(arguments)
+
+    return status_of(measure)
 
 
 if __name__ == "__main__":

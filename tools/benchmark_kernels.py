@@ -178,11 +178,13 @@ def share(size: int, time: float) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("--tokens", type=int, default=5120, help="tokens of a microbatch (4 x 1024 clean, 4 x 256 of canvases)")
     parser.add_argument("--repeats", type=int, default=20, help="timed runs of each")
     parser.add_argument("--only", default="", help="only the cases whose name has this in it")
     arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("the kernels are timed on a CUDA device, and torch sees none; the tests run them on a CPU (TRITON_INTERPRET=1)")
     torch.manual_seed(0)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {arguments.tokens} tokens; ms, GB/s, "
           f"share of {COPY_BYTES_A_SECOND / 1e9:.0f}")

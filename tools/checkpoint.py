@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     acts = {"list": list_checkpoints, "verify": verify_checkpoints, "inspect": inspect_checkpoints, "merge": merge_checkpoints,
             "merge-adapters": merge_adapters}
     for name, act in acts.items():
-        command = commands.add_parser(name)
+        command = commands.add_parser(name, allow_abbrev=False)
         command.add_argument("folder", type=Path)
         command.set_defaults(act=act)
         if name == "verify":

@@ -29,15 +29,16 @@ from megatron_dllm.training.progress import format_duration  # noqa: E402
 
 
 def main(argv: list[str] | None = None) -> int:
+    """0; 2 for a mistake in what was given."""
     arguments = parse(argv)
     try:
         print("\n".join(preprocess(arguments)))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return 2
     except BrokenProcessPool:
         print(f"error: one of the {arguments.workers} processes died, perhaps for want of memory; set a smaller --workers", file=sys.stderr)
-        return 1
+        return 2
     return 0
 
 
@@ -87,7 +88,8 @@ def preprocess(arguments: argparse.Namespace) -> list[str]:
                 report.skip(encoded.name, encoded.error)
             progress.show(encoded.done_bytes, writer.num_documents, num_tokens)
         if not writer.num_documents:
-            raise ValueError("\n".join([f"no document in {len(files)} files", *report.lines()]))
+            raise ValueError("\n".join([f"no document in {len(files)} files; name others with --input, or set --suffixes, --read-as and "
+                                        "--json-key as they are", *report.lines()]))
     seconds = time.monotonic() - start
     return [*report.lines(),
             f"{writer.bin_path}, {writer.idx_path.name}: {writer.num_documents} documents, {num_tokens} tokens ({writer.dtype}) of "

@@ -44,6 +44,7 @@ BAR_WIDTH = 30
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """0; 2 for a mistake in what was given."""
     own = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
                                   usage="show_data.py [flags of pretrain_dllm.py] [flags of its own]")
     own.add_argument("--samples", type=int, default=5, help=argparse.SUPPRESS)
@@ -57,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         show(parse(rest), arguments, Console())
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return 2
     return 0
 
 
@@ -67,7 +68,8 @@ def show(run: RunConfig, arguments: argparse.Namespace, console: Console) -> Non
     sources = build_sources(run.data, run.model, tokenizer, seed=run.training.seed)
     chosen = getattr(sources, arguments.show)
     if chosen is None:
-        raise ValueError(f"--split {run.data.split} leaves no example for {arguments.show}")
+        raise ValueError(f"--show {arguments.show}: "
+                         f"--split {run.data.split} leaves no example there; choose another part or another --split")
     train = batch_maker(run, sources.train, training=True)
     maker = train if arguments.show == "train" else batch_maker(run, chosen, training=False)
     samples = sample_views(maker, tokenizer, first_iteration=arguments.iteration, count=arguments.samples)

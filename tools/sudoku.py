@@ -24,12 +24,13 @@ from megatron_dllm.data.sudoku_puzzles import SIZES, SPLITS  # noqa: E402
 
 
 def main(argv: list[str] | None = None) -> int:
+    """0; 1 when held-out puzzles share a grid with training, 2 for a mistake in what was given."""
     arguments = parse(argv)
     try:
         sources = {split: build(split, arguments) for split in SPLITS}
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return 2
     test = sources["test"]
     for i in range(min(arguments.show, len(test))):
         print(f"\n{test.describe(i)}\n" + side_by_side(draw_board(test.puzzles[i]), draw_board(test.solutions[i])))

@@ -29,16 +29,19 @@ SUITES = {
 
 
 def main() -> int:
+    """0 when every figure is reached, 1 when one is missed, 2 for what the suite refuses."""
     sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     suites = parser.add_subparsers(dest="suite", required=True, metavar="SUITE")
     chosen = next((word for word in sys.argv[1:] if word in SUITES), None)
     for name, summary in SUITES.items():
-        suite = suites.add_parser(name, help=summary)
+        suite = suites.add_parser(name, help=summary, allow_abbrev=False)
         if name == chosen:
             importlib.import_module(f"verification.{name}").add_arguments(suite)
     arguments = parser.parse_args()
-    return 1 if importlib.import_module(f"verification.{arguments.suite}").run(arguments) else 0
+    from tools.refusal import status_of
+
+    return status_of(lambda: importlib.import_module(f"verification.{arguments.suite}").run(arguments))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@ import pytest
 import torch
 
 from tools.benchmarking.alone import refuse_company
+from tools.refusal import Refusal
 
 GIB = 2**30
 
@@ -13,5 +14,5 @@ def test_refuse_company(monkeypatch, free, alone):
     device = torch.device("cuda", 1)
     if alone:
         return refuse_company(device)
-    with pytest.raises(SystemExit, match=f"{140 - free:.1f} GiB of cuda:1 are held by other processes.*nvidia-smi"):
+    with pytest.raises(Refusal, match=f"{140 - free:.1f} GiB of cuda:1 are held by other processes.*nvidia-smi"):
         refuse_company(device)

@@ -7,6 +7,7 @@ import torch
 
 from tools.benchmarking import h200, training
 from tools.benchmarking.workload import Timing, toy_width
+from tools.refusal import Refusal
 
 
 def test_run(monkeypatch, capsys):
@@ -26,7 +27,7 @@ def test_run(monkeypatch, capsys):
 
 def test_needs_a_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit, match="needs a CUDA device"):
+    with pytest.raises(Refusal, match="needs a CUDA device"):
         h200.run(argparse.Namespace(only=h200.SUITES, nemo=False))
 
 

@@ -88,7 +88,7 @@ def test_page_is_whole_escaped_and_needs_nothing_else(shown):
 
 
 def test_show_reports_errors_in_a_line(capsys):
-    assert show_data.main(["--preset", "toy", "--data-path", "missing.jsonl"]) == 1
+    assert show_data.main(["--preset", "toy", "--data-path", "missing.jsonl"]) == 2
     assert "error: missing.jsonl: no such file" in capsys.readouterr().err
 
 

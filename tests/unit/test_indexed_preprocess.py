@@ -114,14 +114,14 @@ def test_runs_twice_over_its_own_output(tmp_path, tree):
     [
         (["--input", "{}/nowhere"], "nowhere: no such file or folder, and no file matches"),
         (["--input", "{}/my code", "--suffixes", ".rs"], "my code: no file in it ends in .rs; correct --suffixes"),
-        (["--input", "{}/my code/empty.py"], "no document in 1 files\n1 skipped, empty document"),
+        (["--input", "{}/my code/empty.py"], "--json-key as they are\n1 skipped, empty document"),
         (["--input", "{}/my code/latin.py", "--on-bad-sample", "error"], "latin.py: not UTF-8"),
         (["--input", "{}/my code/a.py", "--tokenizer-type", "HuggingFaceTokenizer"], "needs --tokenizer-model"),
     ],
 )
 def test_refuses(tmp_path, tree, capsys, arguments, message):
     _, status = run(tmp_path, *(word.format(tmp_path) for word in arguments))
-    assert status == 1
+    assert status == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and message in error
     assert not list(tmp_path.glob("out*"))

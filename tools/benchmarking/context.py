@@ -40,6 +40,7 @@ from megatron_dllm.parallel.launch import launched
 from megatron_dllm.training.batches import BatchMaker
 from megatron_dllm.training.optimizer import MasterOptimizer
 from megatron_dllm.training.step import train_step
+from tools.refusal import Refusal
 
 from .context_attention import IMPLS, attention_rows
 from .workload import DeviceNormal, calm, real_width, release_memory, toy_width
@@ -159,7 +160,7 @@ def train(run: RunConfig, context: ParallelContext, arguments: argparse.Namespac
 def measure_attention(run: RunConfig, impls: Sequence[str], context: ParallelContext) -> None:
     """Print a line for each part of a layer."""
     if context.cp.size == 1:
-        raise SystemExit("--attention needs several processes: start it by torchrun --nproc-per-node 2")
+        raise Refusal("--attention needs several processes: start it by torchrun --nproc-per-node 2")
     rows = PasskeyRows(1, run.data.seq_length, run.model.canvas_length)
     for line in attention_rows(run, impls, rows, rows, context):
         if context.world.rank == 0:

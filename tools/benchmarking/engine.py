@@ -28,6 +28,7 @@ from megatron_dllm.transformer_engine import Engine, load_engine
 from megatron_dllm.transformer_engine.cross_entropy import engine_cross_entropy
 from megatron_dllm.transformer_engine.norms import engine_rms_norm
 from megatron_dllm.transformer_engine.rotary import EngineRotary
+from tools.refusal import Refusal
 
 TOLERANCE = 2e-2  # of the largest number: both are some roundings of bf16 from the truth
 NEW_LENGTHS = 8  # batches
@@ -103,12 +104,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the table; the number of cases that differ."""
     if not torch.cuda.is_available():
-        raise SystemExit("error: the suite engine needs a CUDA device, and torch sees none")
+        raise Refusal("the suite engine needs a CUDA device, and torch sees none")
     device = torch.device("cuda", 0)
     try:
         engine = load_engine(TrainingConfig(), MoEConfig(), device)
     except ValueError as error:
-        raise SystemExit(f"error: {error}") from error
+        raise Refusal(str(error)) from error
     print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}")
     return run_on(device, engine, Sizes(), arguments.repeats)
 

@@ -45,6 +45,7 @@ from megatron_dllm.training.loop import barrier
 from megatron_dllm.training.operations import TokenCounts, step_operations
 from megatron_dllm.training.optimizer import MasterOptimizer
 from megatron_dllm.training.step import train_step
+from tools.refusal import Refusal
 
 from .context import PasskeyRows
 from .exposed import exposure, profile
@@ -116,7 +117,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         ranks = arguments.processes or (4 if arguments.toy else torch.cuda.device_count())
         if ranks < 2:
-            raise SystemExit("error: the suite full shares the model over several GPUs; set --processes, or --toy")
+            raise Refusal("the suite full shares the model over several GPUs; set --processes, or --toy")
         results = start_worlds(ranks, arguments)
     lines, missed = table(chosen(ranks, arguments), {result.case: result for result in results}, arguments.toy)
     print("\n".join(lines), flush=True)

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 
+from tools.refusal import Refusal
+
 TOOL = Path(__file__).resolve().parents[1] / "benchmark.py"
 # transformers compiles for its static cache as long as there are layers: two at batch sizes 1 and 8 were not done in 70 s, six not in 100.
 SUITES = {"training": (), "adapters": (), "generation": ("--static-cache-layers", "2", "--static-cache-limit", "100"), "kernels": ()}
@@ -26,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print what the suites print, as they print it, then a line each; the number of suites that missed or failed."""
     if not torch.cuda.is_available():
-        raise SystemExit("error: the suite h200 needs a CUDA device, and torch sees none; --suite cpu runs here")
+        raise Refusal("the suite h200 needs a CUDA device, and torch sees none; --suite cpu runs here")
     lines, missed = [], 0
     for suite in arguments.only:
         options = [*SUITES[suite], *(["--nemo"] if suite == "training" and arguments.nemo else [])]

@@ -15,6 +15,8 @@ from typing import Protocol
 
 import torch
 
+from tools.refusal import Refusal
+
 from . import kernels_attention, kernels_experts, kernels_streams
 from .kernel_cases import Case, Check, Sizes
 from .workload import release_memory
@@ -46,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the table; the number of checks, cases and aims that failed."""
     if not torch.cuda.is_available():
-        raise SystemExit("error: the suite kernels needs a CUDA device, and torch sees none")
+        raise Refusal("the suite kernels needs a CUDA device, and torch sees none")
     return run_on(torch.device("cuda", 0), arguments, Sizes.toy() if arguments.toy else Sizes())
 
 

@@ -38,6 +38,7 @@ from megatron_dllm.parallel.launch import launched
 from megatron_dllm.training.graphs import GraphedMicrobatches, graphed
 from megatron_dllm.training.optimizer import MasterOptimizer
 from megatron_dllm.training.step import StepResult, train_step
+from tools.refusal import Refusal
 
 from .exposed import exposure, profile
 from .workload import FIRST_TOKEN, DeviceNormal, calm, real_width, toy_width
@@ -95,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the table; the number of cases that failed, and of those whose losses or exchanges are not as they must be."""
     _, world = launched()
     if world < 2:
-        raise SystemExit("error: the suite moe shares experts over ranks; start it with torchrun --nproc-per-node 2")
+        raise Refusal("the suite moe shares experts over ranks; start it with torchrun --nproc-per-node 2")
     # A rank whose case fails may leave the others waiting: not for long.
     context = initialize(ParallelConfig(expert_model_parallel_size=world), device=arguments.device, timeout_minutes=2.0)
     try:

@@ -31,6 +31,7 @@ from megatron_dllm.parallel.launch import launched
 from megatron_dllm.pipeline import parse_layout
 from megatron_dllm.pipeline.layout import Stage, StageLayout, layer_letters
 from megatron_dllm.training import forecast
+from tools.refusal import Refusal
 
 # Layers -> layouts over two ranks, both with as many layers on each.
 LAYOUTS = {6: {"pp2": "Ettt|tttL", "pp2 vpp2": "Et|tt|tt|tL"}, 12: {"pp2": "Et*6|t*6L", "pp2 vpp2": "Ett|t*4|t*4|ttL"}}
@@ -64,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     rank, world = launched()
     if world != 2:
-        raise SystemExit(f"this suite needs two processes, not {world}: start it by torchrun --nproc-per-node 2")
+        raise Refusal(f"this suite needs two processes, not {world}: start it by torchrun --nproc-per-node 2")
     context = initialize(ParallelConfig(pipeline_model_parallel_size=2), device=arguments.device)
     suite = Suite(arguments, context, ParallelContext.single(context.device))
     figures, started, plain = [], time.monotonic(), {}

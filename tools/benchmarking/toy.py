@@ -21,6 +21,7 @@ from megatron_dllm.config import ModelConfig
 from megatron_dllm.diffusion.inputs import PassOrder
 from megatron_dllm.models.diffusion_gemma.model import DiffusionGemma
 from megatron_dllm.training.graphs import forward_backward_of
+from tools.refusal import Refusal
 
 from .peers import TransformersStep, transformers_model
 from .training import AGREE, SIX, agree_in_fp32
@@ -112,7 +113,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the table; the number of rows whose losses disagree or that are slower than their aim."""
     if arguments.repeats < 2:
-        raise SystemExit(f"error: --repeats {arguments.repeats}: quartiles want 2 at least")
+        raise Refusal(f"--repeats {arguments.repeats}: quartiles want 2 at least")
     torch.set_num_threads(1)
     print(f"torch {torch.__version__}, one thread, both sides compute in fp32; ms of the processor; {arguments.repeats} pairs of steps")
     failed = not agree_in_fp32(toy_width(["sliding", "full"]), CPU)

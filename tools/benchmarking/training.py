@@ -22,6 +22,7 @@ from megatron_dllm.training.graphs import GraphedMicrobatches, MicrobatchResult,
 from megatron_dllm.training.optimizer import MasterOptimizer
 from megatron_dllm.training.step import train_step
 from megatron_dllm.training.throughput import describe_peak, peak_of
+from tools.refusal import Refusal
 
 from .exposed import kernel_table
 from .peers import TransformersStep, transformers_model
@@ -73,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the table; the number of rows whose losses disagree or that are slower than their aim."""
     if not torch.cuda.is_available():
-        raise SystemExit("error: the suite training needs a CUDA device, and torch sees none; --suite cpu runs here")
+        raise Refusal("the suite training needs a CUDA device, and torch sees none; --suite cpu runs here")
     device = torch.device("cuda", 0)
     rows = [row for row in H200_ROWS if not arguments.rows or row.name in arguments.rows]
     machine = torch.cuda.get_device_name(device)

@@ -43,6 +43,7 @@ from megatron_dllm.training.batches import BatchMaker
 from megatron_dllm.training.optimizer import MasterOptimizer
 from megatron_dllm.training.step import forward_backward, train_step
 from megatron_dllm.transformer import core_attention
+from tools.refusal import Refusal
 
 from .hidden_keys import largest_error
 from .table import Figure, print_figures
@@ -105,7 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the table on rank 0; the number of missed figures."""
     ranks = launched()[1]
     if ranks < 2:
-        raise SystemExit("context needs several processes: start it by torchrun --nproc-per-node 2")
+        raise Refusal("context needs several processes: start it by torchrun --nproc-per-node 2")
     torch.set_num_threads(1)
     context = initialize(ParallelConfig(context_parallel_size=ranks), device="cpu" if arguments.toy else "cuda", timeout_minutes=2.0)
     impls = ["local"] if arguments.toy else arguments.impls

@@ -74,7 +74,7 @@ def convert(load: Path, save: Path) -> float:
     done = subprocess.run([sys.executable, str(CONVERT), "--load", str(load), "--save", str(save)], stdout=subprocess.PIPE, text=True)
     print(done.stdout.strip().splitlines()[-1].replace(str(save.parent), "...") if done.stdout else "")
     if done.returncode:
-        raise SystemExit("the conversion failed")
+        raise RuntimeError("the conversion failed: see above")
     return float(re.search(r"peak memory ([\d.]+) GiB", done.stdout)[1])
 
 

@@ -28,6 +28,7 @@ from megatron_dllm.checkpoint import store
 from megatron_dllm.checkpoint.retention import Retention
 from megatron_dllm.checkpoint.save import CheckpointWriter
 from megatron_dllm.checkpoint.shards import Shard
+from tools.refusal import Refusal
 from verification.table import Figure, print_figures
 
 PHASES = ("staging", "writing", "index", "last file", "pruning")
@@ -314,8 +315,8 @@ def file_system(folder: Path, num_bytes: int) -> Iterator[Path]:
     folder.mkdir()
     mounting = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", str(folder)], capture_output=True, text=True)
     if mounting.returncode:
-        raise SystemExit(f"cannot mount a small file system ({mounting.stderr.strip()}); run as "
-                         "unshare --map-root-user --mount python tools/verify.py crash")
+        raise Refusal(f"cannot mount a small file system ({mounting.stderr.strip()}); run as "
+                      "unshare --map-root-user --mount python tools/verify.py crash")
     try:
         yield folder
     finally:

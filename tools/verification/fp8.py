@@ -33,6 +33,7 @@ from megatron_dllm.training.loop import Trainer
 from megatron_dllm.training.metrics_file import read_metrics
 from megatron_dllm.transformer_engine import install, load_engine
 from megatron_dllm.transformer_engine.linear import EngineLinear
+from tools.refusal import Refusal
 from verification.table import Figure, print_figures
 
 # Wider than the preset, whose sums of 64 products do not even out their roundings, and with rows enough for a loss that tells something.
@@ -56,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the losses, the figures and the times; the number of missed figures."""
     if not torch.cuda.is_available():
-        raise SystemExit("fp8 needs a CUDA device of sm_89 or later, and torch sees none")
+        raise Refusal("fp8 needs a CUDA device of sm_89 or later, and torch sees none")
     device = torch.device("cuda", torch.cuda.current_device())
 
     def runs(kind: str, words: Sequence[str]) -> list[list[float]]:

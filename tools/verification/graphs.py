@@ -37,6 +37,7 @@ from megatron_dllm.training.batches import BatchMaker
 from megatron_dllm.training.graphs import GraphedMicrobatches, graphs_of
 from megatron_dllm.training.optimizer import MasterOptimizer
 from megatron_dllm.training.step import StepResult, train_step
+from tools.refusal import Refusal
 
 from .table import Figure, print_figures
 
@@ -100,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the table on rank 0; the number of missed figures."""
     rank, world = launched()
     if world < 2 or not torch.cuda.is_available():
-        raise SystemExit("graphs needs several processes with a GPU each: start it by torchrun --nproc-per-node 2")
+        raise Refusal("graphs needs several processes with a GPU each: start it by torchrun --nproc-per-node 2")
     torch.set_num_threads(1)
     base = initialize(ParallelConfig(), device="cuda", timeout_minutes=1.0)
     figures: list[Figure] = []

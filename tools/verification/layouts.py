@@ -31,6 +31,7 @@ from megatron_dllm.config import ParallelConfig
 from megatron_dllm.parallel import ParallelContext, initialize
 from megatron_dllm.parallel.initialize import close
 from megatron_dllm.parallel.launch import launched
+from tools.refusal import Refusal
 from verification import canvas_traffic
 from verification.layout_bf16 import LIMIT, TENSOR_LIMIT, LowTrace, compare_low, low_trace
 from verification.layout_cases import LAYOUTS, Case, Layout, covering_array, product
@@ -66,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the table; the number of cases that miss a limit."""
     torch.set_num_threads(1)
     if arguments.transformer_impl != "local" and (arguments.device, arguments.dtype) != ("cuda", "bf16"):
-        raise SystemExit("--transformer-impl transformer_engine computes in bf16 on CUDA: set --device cuda --dtype bf16")
+        raise Refusal("--transformer-impl transformer_engine computes in bf16 on CUDA: set --device cuda --dtype bf16")
     rank, world_size = launched()
     if world_size > 1:
         return run_in_world(arguments)

@@ -18,6 +18,7 @@ from megatron_dllm.config import ParallelConfig
 from megatron_dllm.parallel import ParallelContext, Topology, communication, create_context, initialize
 from megatron_dllm.parallel.launch import launched
 from tests.parallel.affine import AffineCase, compare_in, swap_receives
+from tools.refusal import Refusal
 from verification.table import Figure, print_figures
 
 WIDTHS = (4096, 7168)
@@ -32,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the table on rank 0; the number of missed figures."""
     rank, world = launched()
     if world not in (2, 4):
-        raise SystemExit(f"transport needs a world of 2 or 4 processes, not {world}: start it by torchrun --nproc-per-node 4")
+        raise Refusal(f"transport needs a world of 2 or 4 processes, not {world}: start it by torchrun --nproc-per-node 4")
     torch.set_num_threads(1)
     context = initialize(ParallelConfig(pipeline_model_parallel_size=2), device=arguments.device)
     figures = list(transfers(context, {"pp2": (1, 1), "pp2 vpp2": (2, 1)}))
