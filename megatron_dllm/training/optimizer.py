@@ -51,7 +51,8 @@ class MasterOptimizer:
         trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
         # A stage of a pipeline may be without: one that only embeds, beside adapters.
         if not trainable and context.pp.size == 1:
-            raise ValueError("nothing is trainable: every parameter is frozen")
+            raise ValueError("nothing is trainable: every parameter is frozen; leave --freeze-router out, or name what adapters adapt "
+                             "(--lora-targets)")
         self.parameters = dict(trainable)
         self.buckets = GradientBuckets(trainable, context, sharded=distributed, bucket_elements=bucket_elements)
         self.held = tuple(_hold(piece) for piece in self.buckets.pieces())
