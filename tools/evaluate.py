@@ -35,7 +35,7 @@ from megatron_dllm.checkpoint import store  # noqa: E402
 from megatron_dllm.config import ParallelConfig, RunConfig, check_against_checkpoint, format_problems, validate  # noqa: E402
 from megatron_dllm.config import parse as parse_run  # noqa: E402
 from megatron_dllm.config.flags import words_of  # noqa: E402
-from megatron_dllm.data.build import build_order, build_sources, build_tokenizer  # noqa: E402
+from megatron_dllm.data.build import build_sources, build_tokenizer  # noqa: E402
 from megatron_dllm.data.source import ExampleSource  # noqa: E402
 from megatron_dllm.diffusion.random import Stream  # noqa: E402
 from megatron_dllm.generation.completions import Completion, Speed  # noqa: E402
@@ -127,17 +127,13 @@ def configure(stored: StoredModel, arguments: argparse.Namespace, flags: Sequenc
 
 def evaluate_losses(run: RunConfig, loaded: LoadedModel, source: ExampleSource, num_examples: int) -> dict[str, float]:
     """Mean losses over the first examples, apart and by noise level, on fixed draws: the same numbers every time."""
-    canvas_length = 1 if run.objective.objective == "ar" else run.model.canvas_length
-    order = build_order(source, replace(run.data, packing=False), canvas_length=canvas_length,
-                        all_canvases=run.objective.canvases_scored == "all", seed=run.training.seed, shuffle=False)
-    maker = BatchMaker(run, source, order, Stream.EVALUATE, loaded.model.context)
-    return evaluate(loaded.model, maker, num_examples)
+    return evaluate(loaded.model, BatchMaker.of(run, source, Stream.EVALUATE, loaded.model.context), num_examples)
 
 
 def evaluate_generation(run: RunConfig, loaded: LoadedModel, source: ExampleSource, scores: Mapping[str, Score],
                         arguments: argparse.Namespace) -> dict[str, Any]:
     """Answer the first prompts that fit and score the answers. No answer is longer than the longest reference, in whole canvases."""
-    if run.objective.objective == "ar":
+    if not run.objective.has_canvases:
         raise ValueError("a model trained with --objective ar has no canvases to denoise; set --generate 0")
     examples, left_out = choose_examples(run, source, arguments.generate)
     longest = max(len(example.reference) for example in examples)

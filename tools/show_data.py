@@ -32,8 +32,7 @@ from data_view.samples import KINDS, Kind, Piece, SampleView, sample_views  # no
 from data_view.summary import Histogram, SplitSummary, skipped_in_making, summarise  # noqa: E402
 
 from megatron_dllm.config import RunConfig, parse  # noqa: E402
-from megatron_dllm.data.build import SPLITS, build_order, build_sources, build_tokenizer  # noqa: E402
-from megatron_dllm.data.source import ExampleSource  # noqa: E402
+from megatron_dllm.data.build import SPLITS, build_sources, build_tokenizer  # noqa: E402
 from megatron_dllm.diffusion.random import Stream  # noqa: E402
 from megatron_dllm.parallel import ParallelContext  # noqa: E402
 from megatron_dllm.training.batches import BatchMaker  # noqa: E402
@@ -70,12 +69,13 @@ def show(run: RunConfig, arguments: argparse.Namespace, console: Console) -> Non
     if chosen is None:
         raise ValueError(f"--show {arguments.show}: "
                          f"--split {run.data.split} leaves no example there; choose another part or another --split")
-    train = batch_maker(run, sources.train, training=True)
-    maker = train if arguments.show == "train" else batch_maker(run, chosen, training=False)
+    train = BatchMaker.of(run, sources.train, Stream.TRAIN, ParallelContext.single())
+    maker = train if arguments.show == "train" else BatchMaker.of(run, chosen, Stream.EVALUATE, ParallelContext.single())
     samples = sample_views(maker, tokenizer, first_iteration=arguments.iteration, count=arguments.samples)
     rows = {"train": train.order.rows_before(1)}
+    canvas_length = run.objective.longest_canvas(run.model.canvas_length)
     summaries = [
-        summarise(name, source, seq_length=run.data.seq_length, canvas_length=order_canvas_length(run), rows=rows.get(name))
+        summarise(name, source, seq_length=run.data.seq_length, canvas_length=canvas_length, rows=rows.get(name))
         for name, source in zip(SPLITS, sources, strict=True) if source is not None]
     skipped = skipped_in_making([source for source in sources if source is not None])
     title = f"{arguments.show}: {chosen.name}"
@@ -87,21 +87,6 @@ def show(run: RunConfig, arguments: argparse.Namespace, console: Console) -> Non
     if arguments.html:
         arguments.html.write_text(page(title, samples, summaries, skipped), encoding="utf-8")
         console.print(Text(f"page: {arguments.html}"))
-
-
-def batch_maker(run: RunConfig, source: ExampleSource, *, training: bool) -> BatchMaker:
-    """What the training loop makes its batches with: shuffled and packed for training, in the source's order for evaluation."""
-    data = run.data if training else replace(run.data, packing=False)
-    order = build_order(source, data, canvas_length=order_canvas_length(run), all_canvases=run.objective.canvases_scored == "all",
-                        seed=run.training.seed, shuffle=training)
-    return BatchMaker(run, source, order, Stream.TRAIN if training else Stream.EVALUATE, ParallelContext.single())
-
-
-def order_canvas_length(run: RunConfig) -> int:
-    """The longest canvas of the run, by which rows are made; 1 for the plain causal objective."""
-    if run.objective.objective == "ar":
-        return 1
-    return max([length for _, length in run.objective.canvas_lengths()] or [run.model.canvas_length])
 
 
 def legend() -> Text:

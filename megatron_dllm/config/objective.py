@@ -50,6 +50,21 @@ class ObjectiveConfig:
     freeze_router: bool = flag("Leave the router's weights as they are.", False)
 
     @property
+    def has_canvases(self) -> bool:
+        """Whether there is a diffusion loss."""
+        return self.objective != "ar"
+
+    @property
+    def decodes_twice(self) -> bool:
+        """Whether some canvases are, the second time given the first."""
+        return self.has_canvases and self.self_conditioning_prob > 0
+
+    @property
+    def scores_all_canvases(self) -> bool:
+        """Whether a response has all of its canvases in a microbatch, not one."""
+        return self.has_canvases and self.canvases_scored == "all"
+
+    @property
     def is_leave_one_out(self) -> bool:
         """Whether the logit of the noisy token that is seen is raised."""
         return self.diffusion_loss in ("loo", "reweighted-loo")
@@ -72,6 +87,17 @@ class ObjectiveConfig:
         return tuple(pairs)
 
     def canvas_length_at(self, iteration: int, canvas_length: int) -> int:
-        """The canvas length of `iteration` (from 0): the schedule's, or the model's `canvas_length` without one."""
+        """The canvas length of `iteration` (from 0): the schedule's, or the model's `canvas_length` without one.
+
+        1 where there are no canvases, so that nothing is filled up to whole ones.
+        """
+        if not self.has_canvases:
+            return 1
         reached = [length for start, length in self.canvas_lengths() if start <= iteration]
         return reached[-1] if reached else canvas_length
+
+    def longest_canvas(self, canvas_length: int) -> int:
+        """The longest of all iterations, by which rows are made."""
+        if not self.has_canvases:
+            return 1
+        return max((length for _, length in self.canvas_lengths()), default=canvas_length)

@@ -166,7 +166,7 @@ def plan_batch(rows: Sequence[RowRequest], objective: ObjectiveConfig, *, micro_
 
 def _draw(request: RowRequest, place: int, objective: ObjectiveConfig, *, slot: int, num_slots: int) -> PlannedExample:
     key, fit = request.keys[place], request.fits[place]
-    if objective.objective == "ar":
+    if not objective.has_canvases:
         canvases, noise, coin = (), 0, False
     else:
         one = (int(key.below(fit.num_canvases, Purpose.CANVAS)[0]),)

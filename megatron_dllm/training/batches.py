@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ..config import RunConfig
 from ..context_parallel.layout import ContextSplit
+from ..data.build import build_order
 from ..data.order import Order
 from ..data.source import ExampleSource
 from ..diffusion.batch_plan import BatchPlan, RowRequest, fit_example, plan_batch
@@ -55,6 +56,15 @@ class BatchMaker:
     context: ParallelContext
     loss_dtype: torch.dtype = torch.float32
 
+    @classmethod
+    def of(cls, run: RunConfig, source: ExampleSource, stream: Stream, context: ParallelContext) -> BatchMaker:
+        """Shuffled and packed for training; for an evaluation in the source's order, an example a row."""
+        is_training, objective = stream is Stream.TRAIN, run.objective
+        order = build_order(
+            source, run.data if is_training else replace(run.data, packing=False), seed=run.training.seed, shuffle=is_training,
+            canvas_length=objective.longest_canvas(run.model.canvas_length), all_canvases=objective.scores_all_canvases)
+        return cls(run, source, order, stream, context)
+
     def batch(self, rows: Sequence[int], iteration: int) -> Batch:
         """The batch of these rows; `iteration` decides the canvas length where that has a schedule."""
         objective = self.run.objective
@@ -82,9 +92,7 @@ class BatchMaker:
         return RowRequest(row.indices, keys, fits, [bool(self.source.truncated[index]) for index in row.indices])
 
     def canvas_length(self, iteration: int) -> int:
-        """1 for the plain causal objective, which has no canvases and so no fill."""
-        if self.run.objective.objective == "ar":
-            return 1
+        """That of the objective's schedule, or the model's."""
         return self.run.objective.canvas_length_at(iteration, self.run.model.canvas_length)
 
     def inputs(self, plan: BatchPlan, rank: int, number: int) -> MicrobatchInputs:

@@ -159,7 +159,7 @@ def may_be_joint(run: RunConfig, device: torch.device) -> bool:
 
 def choice_of_passes(run: RunConfig, device: torch.device) -> list[str]:
     """A line for the log on what --draft-pass auto takes on this device; none where there is nothing to choose."""
-    if run.training.draft_pass != "auto" or run.objective.objective == "ar" or run.objective.self_conditioning_prob == 0:
+    if run.training.draft_pass != "auto" or not run.objective.decodes_twice:
         return []
     joint = wants_joint(run, on_gpu=device.type == "cuda") and may_be_joint(run, device)
     taken = "joint" if joint else "apart or shared, by what they cost" if is_possible("apart", run) else "shared"

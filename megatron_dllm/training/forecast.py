@@ -198,7 +198,7 @@ def recorded_bytes(run: RunConfig) -> float:
 
 def num_passes(run: RunConfig) -> int:
     """Passes of a microbatch with gradient: of clean tokens and drafts, and of canvases that have one."""
-    return 1 if run.objective.objective == "ar" or run.objective.self_conditioning_prob == 0 else 2
+    return 2 if run.objective.decodes_twice else 1
 
 
 def keeps_experts(training: TrainingConfig) -> bool:
@@ -243,7 +243,7 @@ def forecast(run: RunConfig, world_size: int, canvases_per_row: int = 1) -> Fore
     edp = world_size // (parallel.expert_tensor_parallel_size * parallel.expert_model_parallel_size * parallel.pipeline_model_parallel_size)
     microbatches = training.global_batch_size // (training.micro_batch_size * parallel.data_parallel_size(world_size))
     tokens = tokens_with_gradient(run, training.micro_batch_size, canvases_per_row) / parallel.context_parallel_size
-    bubble, in_flight = pipeline_shape(layout, microbatches, canvases_per_row > 0 and run.objective.objective != "ar")
+    bubble, in_flight = pipeline_shape(layout, microbatches, canvases_per_row > 0 and run.objective.has_canvases)
     held = []
     for rank, microbatches_kept in enumerate(in_flight):
         letters, types = stage_of(run, layout, rank)
@@ -268,7 +268,7 @@ def stage_of(run: RunConfig, layout: StageLayout | None, rank: int) -> tuple[str
 
 
 def tokens_with_gradient(run: RunConfig, rows: float, canvases: int) -> float:
-    canvas = run.model.canvas_length * canvases if run.objective.objective != "ar" else 0
+    canvas = run.model.canvas_length * canvases if run.objective.has_canvases else 0
     return rows * (run.data.seq_length + canvas)
 
 

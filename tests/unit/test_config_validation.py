@@ -325,6 +325,9 @@ class TestDerivedValues:
         config = ObjectiveConfig(canvas_length_schedule="0:64,10:128, 30:256")
         assert [config.canvas_length_at(n, 7) for n in (0, 9, 10, 29, 30, 999)] == [64, 64, 128, 128, 256, 256]
         assert ObjectiveConfig().canvas_length_at(5, 7) == 7
+        assert (config.longest_canvas(7), ObjectiveConfig().longest_canvas(7)) == (256, 7)
+        causal = ObjectiveConfig(objective="ar", canvas_length_schedule="0:64", canvases_scored="all")
+        assert (causal.canvas_length_at(5, 7), causal.longest_canvas(7), causal.scores_all_canvases) == (1, 1, False)
 
     @pytest.mark.parametrize("schedule", ["0", "0:", "0:0", "0:8,0:9", "0:8,5:9,4:1", "1:8", "a:8", "0:-8", "0:8,"])
     def test_canvas_lengths_refuses(self, schedule):

@@ -104,7 +104,7 @@ class StepTime:
 def token_counts(run: RunConfig, rows: int, *, canvases: int = 1, conditioned: float | None = None) -> TokenCounts:
     """Tokens of `rows` full rows, each with so many canvases that begin half way on average; `conditioned` is the share with a draft."""
     length, canvas = run.data.seq_length, run.model.canvas_length
-    diffusion = run.objective.objective != "ar"
+    diffusion = run.objective.has_canvases
     count = rows * canvases if diffusion else 0
     share = run.objective.self_conditioning_prob if conditioned is None else conditioned
     # Losses of the answer alone are taken of about a canvas of tokens.

@@ -55,7 +55,7 @@ def bubble(run: RunConfig, counted: StepOperations, predicted: memory.Forecast, 
     backwards = [(sum(t.backward), 0.0) if is_joint else t.backward for t in times]
     costs = Costs(*(tuple(tuple(_ticks(of[loop]) for of in sides) for loop in (0, 1))
                     for sides in ([t.forward for t in times], backwards)), embedding_gradient=_ticks(gradient))
-    conditioned = round(few * run.objective.self_conditioning_prob) if run.objective.objective != "ar" else 0
+    conditioned = round(few * run.objective.self_conditioning_prob) if run.objective.has_canvases else 0
     schedule = _schedule(layout, tuple(m < conditioned for m in range(few)), is_joint, run.lora.lora_rank is None)
     edge = timing.edge_ms(run, predicted.tokens, gpus_per_node) / 2 + timing.NCCL_MS
     played = simulate(schedule.pipeline, schedule.lists, costs, latency=_ticks(edge))

@@ -61,7 +61,7 @@ class Examples:
             prompt, response = PROMPTS[index % len(PROMPTS)], RESPONSES[index % len(RESPONSES)]
             if self.per_row == 2:
                 prompt, response = prompt // 2, response // 2 + 1
-            if not supervised and objective.objective == "ar":
+            if not supervised and not objective.has_canvases:
                 prompt, response = 0, 1  # no pair
             coin = row in coins and place == 0
             sample = _search(sample + 1, (prompt, response), model, objective, seed, coin=coin, supervised=supervised)
@@ -89,13 +89,13 @@ class Examples:
 
 def _search(start: int, lengths: tuple[int, int], model: ModelConfig, objective: ObjectiveConfig, seed: int, *, coin: bool,
             supervised: bool) -> int:
-    canvas_length = 1 if objective.objective == "ar" else model.canvas_length
+    canvas_length = model.canvas_length if objective.has_canvases else 1
     fit = fit_example(*lengths, seq_length=SEQ_LENGTH, canvas_length=canvas_length)
     for sample in range(start, start + 10_000):
         key = DrawKey(seed, Stream.TRAIN, 0, sample, 0)
         plan = plan_batch([RowRequest([0], [key], [fit], [False])], objective, micro_batch_size=1)
         example = plan.microbatches[0][0].examples[0]
-        if example.self_conditioned == coin and (objective.objective == "ar" or (plan.denominators.decoder > 0) == supervised):
+        if example.self_conditioned == coin and (not objective.has_canvases or (plan.denominators.decoder > 0) == supervised):
             return sample
     raise AssertionError(f"no sample after {start} with coin {coin}, supervised {supervised}")
 
@@ -103,7 +103,7 @@ def _search(start: int, lengths: tuple[int, int], model: ModelConfig, objective:
 def make_run(case: Case, seed: int) -> RunConfig:
     """The run of a case, as flags would give it."""
     objective = replace(OBJECTIVES[case.objective][0], **case.layout.objective)
-    if case.lengths == "one supervised" and objective.objective != "ar":
+    if case.lengths == "one supervised" and objective.has_canvases:
         objective = replace(objective, encoder_loss_weight=0.0, score_tokens="corrupted")
     run = RunConfig(
         model=replace(TOY, **case.layout.model), parallel=case.layout.parallel, objective=objective, training=RECOMPUTE[case.recompute],
