@@ -178,6 +178,14 @@ def test_every_document_is_reached_from_the_index():
     assert not missing, f"docs/README.md: add a line for {missing}"
 
 
+def test_flags_that_are_said_to_be_here_are_here():
+    text = (ROOT / "docs" / "coming_from_megatron.md").read_text()
+    same, _, others = text.partition("## Names that differ")
+    here = [same, *(line.split("|")[2] for line in others.splitlines() if line.startswith("| "))]
+    named = {name for part in here for name in re.findall(r"--[a-z0-9-]+", part)}
+    assert len(named) > 60 and not named - {item.name for _, item in config.run.FLAGS.values()}
+
+
 def test_citations_name_sections_that_there_are():
     cited = re.compile(r"docs/(design|model)\.md,? section (\d+)")
     sources = [path for folder in ("megatron_dllm", "tools", "tests") for path in (ROOT / folder).rglob("*.py")]
