@@ -6,6 +6,7 @@ element is dropped where the two, mixed, fall below a bound: integers only, so t
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,6 +29,10 @@ class TokenDraws:
     every: Tensor | None
     own: Tensor | None
     num_live: int | None = None
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> TokenDraws:
+        """The draws of those tokens that the function takes out of a word a token."""
+        return TokenDraws(*(None if words is None else function(words) for words in (self.every, self.own)))
 
 
 class Dropout(nn.Module):

@@ -19,7 +19,7 @@ from .norms import RMSNorm, rms_norm
 from .packed_attention import PackedPlan
 from .precision import accumulation_dtype
 from .recompute import Recompute
-from .rotary import norm_and_rotate_pair, norm_heads, norm_heads_and_keep, norm_joined_heads
+from .rotary import norm_and_rotate, norm_and_rotate_pair, norm_heads, norm_heads_and_keep, norm_joined_heads
 from .rows import take_distinct
 from .token_pass import LayerContext, LayerPass, ReplacedContext
 
@@ -66,6 +66,13 @@ class SelfAttention(nn.Module):
         if layer_pass.replaced is not None:
             return y, ReplacedContext(key.detach(), value.detach(), layer_pass.replaced)
         return y, LayerContext(*kept) if kept else None
+
+    def context(self, x: Tensor, layer_pass: LayerPass) -> LayerContext:
+        """The keys and values of x [T, H], the first tokens of a pass, for a pass of later ones: where nobody asks what x attends to."""
+        projections, draws = self._projections[1:], None if layer_pass.draws is None else layer_pass.draws.map(lambda words: words[:len(x)])
+        key, *value = (y.unflatten(-1, (-1, self.head_dim)) for y in column_layers(x, projections, draws))
+        turned = norm_and_rotate(key, self.k_norm.weight, layer_pass.rotary[:len(x)], self.eps)
+        return LayerContext(turned, rms_norm(value[0] if value else key, None, self.eps))
 
     def _normed(self, query: Tensor, key: Tensor, value: Tensor, layer_pass: LayerPass, *, keeps: bool) -> tuple[Tensor, ...]:
         """All three normed, queries and keys turned; with `keeps`, where our kernel does it, also the keys and values to hand on."""

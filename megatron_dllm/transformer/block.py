@@ -100,6 +100,15 @@ class TransformerBlock(nn.Module):
         """
         return self.recompute.with_moe("block", self.run, NOT_CHECKPOINTED, x, token_pass, earlier, chain, reader)
 
+    @property
+    def gives_context(self) -> bool:
+        """Whether `context` may be asked for: what attends has keys, and reads no streams."""
+        return isinstance(self.attention, SelfAttention) and isinstance(self.attention_connection, PlainConnection)
+
+    def context(self, x: Tensor, token_pass: TokenPass) -> LayerContext:
+        """The layer's context alone of x [T, H], the pass's first tokens."""
+        return self.attention.context(self.input_layernorm(x), token_pass.layers[self.kind])
+
     def _fused(self, call: Call, x: Tensor | NormedInput, token_pass: TokenPass, earlier: Context | None, chain: StreamChain | None,
                reader: RMSNorm | None) -> tuple[Tensor | NormedInput, Context | None]:
         """`_by_parts` where nothing comes between the norms that meet the residual."""

@@ -7,6 +7,7 @@ Legend: Q queries, K keys [clean ; canvas], h query heads, g key and value heads
 """
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -54,6 +55,11 @@ class AttentionPlan:
         if on_cpu and len(visibility.canvas_id) * (self.num_clean_keys + len(visibility.canvas_keys)) <= MOST_PAIRS:
             return DeviceWork((), None, whole_work(visibility.windowed(self.window).dense()))
         return DeviceWork.of(work_list(visibility, self.window, on_cpu=on_cpu), len(visibility.canvas_id), self.seen.device)
+
+    def from_query(self, first: int) -> AttentionPlan:
+        """The plan of the queries from `first` on, with all keys; on a CPU, where nobody reads tiles."""
+        assert self.seen.device.type == "cpu", "the tiles are those of all queries"
+        return dataclasses.replace(self, seen=self.seen[:, first:])
 
 
 @dataclass(frozen=True)

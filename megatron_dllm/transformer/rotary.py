@@ -25,6 +25,10 @@ class RotaryTable:
     cos: Tensor
     sin: Tensor
 
+    def __getitem__(self, rows: slice) -> RotaryTable:
+        """The table of some of the tokens."""
+        return RotaryTable(self.cos[rows], self.sin[rows])
+
     @cached_property
     def whole(self) -> tuple[Tensor, Tensor]:
         """What a head and its swapped halves are multiplied by: [cos ; cos] and [-sin ; sin], [T, 1, d], made when first asked for."""

@@ -1,6 +1,7 @@
 """One trip of tokens through the stack: what attention and rotary need to know of them, made once and read by every layer."""
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from functools import cached_property
@@ -133,6 +134,17 @@ class TokenPass:
         """Rows of our piece that may get a gradient that is not zero, which come first (None: all)."""
         num_live = None if self.draws is None else self.draws.num_live
         return None if num_live is None else min(max(num_live - self.split.rank * self.num_own, 0), self.num_own)
+
+    @cached_property
+    def of_canvas(self) -> TokenPass:
+        """The pass of the canvas tokens alone, to which the keys of the clean ones are given (LayerContext); on one rank of a CPU, made
+        when it is first asked for."""
+        first = self.num_clean
+        draws = None if self.draws is None else self.draws.map(lambda words: words[first:])
+        routed = None if self.routed is None else self.routed.map(lambda values: values[first:])
+        layers = {kind: dataclasses.replace(own, rotary=own.rotary[first:], attention=own.attention.from_query(first), draws=draws)
+                  for kind, own in self.layers.items() if isinstance(own, LayerPass)}
+        return TokenPass(0, self.num_canvas, layers, routed=routed, draws=draws)
 
     def own_tokens(self, values: Tensor) -> Tensor:
         """Of values of all T tokens those of our piece, without fill."""

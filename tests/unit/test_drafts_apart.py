@@ -91,6 +91,16 @@ def test_of_clean_tokens_those_before_canvases_are_drafted_on():
     assert seen <= apart.draft.token_pass.num_clean < seen + MULTIPLE < len(apart.clean.tokens)
 
 
+def test_in_the_last_layer_clean_tokens_are_keys_and_values_alone():
+    """On a CPU: what a draft does not read is not computed."""
+    apart, model, routed = toy_inputs(plan_of(ALL), objective=ALL, passes="apart"), toy_model(), []
+    for block in model.layers.values():
+        block.moe.router.register_forward_pre_hook(lambda _, inputs: routed.append(len(inputs[0])))
+    model(apart)
+    drafted = apart.draft.token_pass
+    assert routed[:len(model.layers)] == [drafted.num_tokens] * (len(model.layers) - 1) + [drafted.num_canvas]
+
+
 def test_without_drafts_nothing_is_apart():
     plan = plan_of(NONE)
     assert form_of(toy_inputs(plan, objective=NONE)) == form_of(toy_inputs(plan, objective=NONE, passes="apart"))

@@ -223,8 +223,18 @@ class DiffusionGemma(nn.Module):
         """The signal [T, H] of all canvas tokens, from drafts without gradient; canvases without a draft have what stands for none."""
         with torch.no_grad():
             entered = self.enter_canvas(self.embed(draft.tokens), inputs, draft.token_pass)
-            hidden, _ = self.run_layers(entered, draft.token_pass)
-        return self.of_all_canvases(self.soft_signal(hidden[draft.token_pass.num_clean:], shared), draft.rows, inputs)
+            hidden = self._canvas_states(entered, draft.token_pass)
+        return self.of_all_canvases(self.soft_signal(hidden, shared), draft.rows, inputs)
+
+    def _canvas_states(self, x: Tensor, token_pass: TokenPass) -> Tensor:
+        """Final hidden states, normed, of a pass's canvas tokens. On a CPU the last layer makes keys and values alone of the others."""
+        *others, last = map(int, self.layers)
+        layer, num_clean = self.layers[str(last)], token_pass.num_clean
+        if x.is_cuda or num_clean == 0 or not layer.gives_context:
+            return self.run_layers(x, token_pass)[0][num_clean:]
+        x, _ = self.run_blocks(x, others, token_pass, None)
+        x, _ = layer(x[num_clean:], token_pass.of_canvas, layer.context(x[:num_clean], token_pass))
+        return self.final_norm(x)
 
     def of_all_canvases(self, signal: Tensor, rows: Tensor | None, inputs: MicrobatchInputs) -> Tensor:
         """Signals of the canvas tokens `rows` (None: all), and for the others what stands for none."""
