@@ -8,21 +8,32 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
 from megatron_dllm.config import RunConfig, format_problems, parse, to_arguments_text, validate
-from megatron_dllm.parallel import initialize
+from megatron_dllm.parallel import FirstFailure, OtherRankFailed, ParallelContext, initialize
 from megatron_dllm.parallel.launch import launched
 from megatron_dllm.training.determinism import require_determinism
 from megatron_dllm.training.loop import Trainer, TrainingFailed
 
+LAST_WORD_SECONDS = 2.0
 
-def train(run: RunConfig, rank: int) -> None:
-    """Run `run` as the launched process `rank`; ValueError for what the user can mend."""
+
+def train(run: RunConfig) -> None:
+    """Run `run` as the launched process `rank`; ValueError for what the user can mend, OtherRankFailed where another rank tells."""
     context = initialize(run.parallel, device=run.training.device, timeout_minutes=run.parallel.distributed_timeout_minutes)
+    with FirstFailure(context.world):
+        _train(run, context)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _train(run: RunConfig, context: ParallelContext) -> None:
+    rank = context.world.rank
     if rank == 0:
         print(f"device: {context.device}, torch {torch.__version__}", flush=True)
         for note in run.overrides:
@@ -33,12 +44,10 @@ def train(run: RunConfig, rank: int) -> None:
         if rank == 0:
             print(verified, flush=True)
     Trainer.build(run, context).fit()
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; 0 when the run finished or was asked to stop, 2 for a mistake in what it was given, 1 for a failure."""
+    """The command line; 0: finished or was asked to stop, 2: a mistake in what it was given, 1: a failure of this rank or another."""
     rank, world_size = launched()
     logging.basicConfig(level=logging.INFO if rank == 0 else logging.ERROR, format="%(message)s")
     try:
@@ -49,12 +58,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         if rank == 0:
             print(f"error: {error}", file=sys.stderr)
         return 2
+    who = f"rank {rank}: " if world_size > 1 else ""
     try:
-        train(run, rank)
+        train(run)
+    except OtherRankFailed as error:
+        # torchrun ends every process when the first one is gone, and that must not be before the cause is told.
+        time.sleep(LAST_WORD_SECONDS)
+        print(f"{who}ends, since {error}", file=sys.stderr)
+        return 1
     except (TrainingFailed, ValueError) as error:
-        # All ranks may see it, or one alone: each says so.
-        print(f"{f'rank {rank}: ' if world_size > 1 else ''}error: {error}", file=sys.stderr)
+        print(f"{who}error: {error}", file=sys.stderr)
         return 1 if isinstance(error, TrainingFailed) else 2
+    except OSError as error:
+        if error.filename is None:
+            raise
+        # A disk that is full, a folder that is gone: no line of ours says more than the file's name.
+        print(f"{who}error: {error}", file=sys.stderr)
+        return 1
     return 0
 
 

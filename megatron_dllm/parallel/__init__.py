@@ -10,6 +10,7 @@ from .collectives import (
     sum_over,
 )
 from .context import CommunicationLog, Group, ParallelContext, Sent
+from .failures import FirstFailure, FirstRankFirst, OtherRankFailed
 from .initialize import close, create_context, initialize
 from .main_gradient import MainGradient
 from .placement import Placement, place
@@ -18,8 +19,11 @@ from .watchdog import Watchdog
 
 __all__ = [
     "CommunicationLog",
+    "FirstFailure",
+    "FirstRankFirst",
     "Group",
     "MainGradient",
+    "OtherRankFailed",
     "ParallelContext",
     "Placement",
     "Sent",

@@ -18,13 +18,14 @@ from ..models.diffusion_gemma.build import build_model
 from ..models.diffusion_gemma.model import DiffusionGemma
 from ..models.diffusion_gemma.stages import ModelPipeline, build_pipeline, over_stages
 from ..moe.balance import balance_metrics
-from ..parallel import ParallelContext, Watchdog, communication
+from ..parallel import FirstRankFirst, ParallelContext, Watchdog, communication
 from ..tensor_parallel.fused_gradient import weight_gradients
 from ..transformer_engine import choices
 from . import out_of_memory
 from .batches import BatchMaker, PreparedBatch, training_batches
 from .draft_pass import choice_of_passes
 from .evaluation import evaluate, sample_generations, score_answers
+from .folders import check_folders
 from .graphs import graphed
 from .logging import RunLogger
 from .norm_spikes import NormSpikes
@@ -93,7 +94,9 @@ class Trainer:
     def _build(cls, run: RunConfig, context: ParallelContext) -> Trainer:
         tokenizer = build_tokenizer(run.data, run.model.eos_token_id)
         # One rank makes what the cache lacks; the others find it there.
-        with first_rank_first(context):
+        with FirstRankFirst(context.world, "prepares the data"):
+            if context.world.rank == 0:
+                check_folders(run)
             sources = build_sources(run.data, run.model, tokenizer, seed=run.training.seed)
         train = _maker(run, sources, "train", context)
         valid = _maker(run, sources, "valid", context) if run.evaluation.eval_interval and sources.valid else None
@@ -259,16 +262,6 @@ class Trainer:
         logger.message(f"data: {len(self.sources.train):,} training examples; iterations {start} to {self.total_iterations}")
         if self.run_dir is not None and self.context.world.rank == 0:
             (self.run_dir / "args.txt").write_text(to_arguments_text(self.run), encoding="utf-8")
-
-
-@contextmanager
-def first_rank_first(context: ParallelContext) -> Iterator[None]:
-    """Rank 0 runs the block alone, then all others run it."""
-    if context.world.rank != 0:
-        barrier(context)
-    yield
-    if context.world.rank == 0:
-        barrier(context)
 
 
 def barrier(context: ParallelContext) -> None:

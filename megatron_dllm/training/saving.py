@@ -25,6 +25,7 @@ from ..models.diffusion_gemma.transformers_directory import CONFIG, Transformers
 from ..models.diffusion_gemma.transformers_export import Export, save_assets
 from ..parallel.gathering import gather_whole
 from ..parallel.placement import cut_rectangle
+from .folders import BEST, is_iteration
 from .logging import RunLogger
 from .status import RunStatus
 
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from .loop import Trainer
 
 ASSETS = "assets"  # what an export of the run carries through: beside its checkpoints
-BEST = "best"
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,13 @@ class Restored:
 
 
 def restore(trainer: Trainer) -> Restored:
-    """Load --load's newest valid checkpoint, or else --pretrained-checkpoint's weights. Adapters take both."""
+    """Load --load's newest valid checkpoint, or the one that it names, or else --pretrained-checkpoint's weights. Adapters take both."""
     options, world = trainer.run.checkpoint, trainer.context.world
     found = None
     if options.load:
         folder = Path(options.load)
-        found = store.find_newest(folder, lambda text: _say(trainer, text), world=world)
+        found = (store.open_checkpoint(folder, world=world) if is_iteration(folder)
+                 else store.find_newest(folder, lambda text: _say(trainer, text), world=world))
         if found is None and store.checkpoints_in(folder):
             raise ValueError(f"--load {folder}: none of its checkpoints is valid (see above); to start anew, move them away, or name "
                              "another folder")
@@ -205,15 +206,9 @@ class Saver:
         return CheckpointWriter(folder, self.trainer.context.world, in_background=self.options.async_save, retention=retention)
 
     def _announce(self, folder: Path) -> None:
-        """The size of a checkpoint, and the room there is. ValueError where the folder cannot be written to."""
+        """The size of a checkpoint, and the room there is."""
         if not self.is_main:
             return
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            store.write_text(folder / ".writable", "")
-            (folder / ".writable").unlink()
-        except OSError as error:
-            raise ValueError(f"--save {folder} cannot be written to: {error}") from None
         size, free = checkpoint_bytes(self.trainer), shutil.disk_usage(folder).free
         self.logger.message(f"a checkpoint takes {describe_bytes(size)}; {folder} has {describe_bytes(free)} free"
                             + (f": room for {free // size}" if free < 20 * size else ""))
@@ -309,7 +304,6 @@ class Saver:
             return
         export.write(path)
         self.logger.message(f"exported iteration {iteration} to {path}")
-
 
     def _export_adapters(self, path: Path, gathered: _GatheredTensors) -> None:
         run = self.trainer.run

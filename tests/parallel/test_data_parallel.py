@@ -15,7 +15,7 @@ from megatron_dllm.parallel import ParallelContext, Topology, create_context
 from megatron_dllm.parallel.communication import Pending
 from megatron_dllm.parallel.gathering import gather_whole
 from megatron_dllm.parallel.placement import place
-from megatron_dllm.training.loop import agree, first_rank_first
+from megatron_dllm.training.loop import agree
 from megatron_dllm.training.optimizer import MasterOptimizer
 from megatron_dllm.training.rank_times import RankTimes
 from megatron_dllm.training.step import sum_terms
@@ -260,10 +260,8 @@ def test_slowest_rank_is_the_one_that_the_others_wait_for(world):
 
 
 def agreements(rank):
-    """Reasons to stop and loss terms as the ranks agree on them; the order in which two ranks went through a block."""
+    """Reasons to stop and loss terms as the ranks agree on them."""
     context = create_context(Topology(world=2), rank=rank, device=torch.device("cpu"), sequence_parallel=False)
-    with first_rank_first(context):
-        pass
     terms = LossTerms(torch.tensor(float(rank)), *(torch.arange(3.0) + rank for _ in range(4)))
     reasons = [agree(reason, context) for reason in (None, "exit-interval", "SIGTERM" if rank else None)]
     return reasons, sum_terms(terms, context.dp_cp)

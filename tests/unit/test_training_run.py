@@ -1,6 +1,8 @@
 """Whole runs on one process: resume bit for bit, dtypes, refused updates, signals of how it ended."""
 import dataclasses
 import json
+import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -102,3 +104,53 @@ def test_args_file_repeats_the_run(tmp_path):
 def test_mistakes_are_told_and_end_with_status_2(flags, text, capsys):
     assert pretrain_dllm.main([*FLAGS, *flags]) == 2
     assert text in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    """A run of four steps, saved after the second and the fourth."""
+    folder = tmp_path_factory.mktemp("saved")
+    run(folder, "--train-iters", "4", "--save-interval", "2")
+    return folder
+
+
+# Flags after `--save saved` -> what is said. A new run there would be taken for the old one by its restart.
+STARTS_REFUSED = {
+    "anew": ([], r"holds iter_0000004, iter_0000002, and this run starts anew: .* add --load {saved} to go on with that run"),
+    "from another folder": (["--load", "{other}"], r"this run starts from {other}: .* add --load {saved}"),
+    "from before the newest": (["--load", "{saved}/iter_0000002"], r"holds iter_0000004, and .* move these away to go on from there"),
+}
+
+
+@pytest.mark.parametrize("case", STARTS_REFUSED)
+def test_a_folder_with_another_runs_checkpoints_is_refused(saved, tmp_path, capsys, case):
+    flags, said = STARTS_REFUSED[case]
+    other = tmp_path / "other"
+    shutil.copytree(saved, other)
+    before = sorted(path.name for path in saved.iterdir())
+    flags = [flag.format(saved=saved, other=other) for flag in flags]
+    assert pretrain_dllm.main([*FLAGS, "--train-iters", "6", "--seed", "7", "--save", str(saved), *flags]) == 2
+    assert re.search(said.format(saved=saved, other=other), capsys.readouterr().err)
+    assert sorted(path.name for path in saved.iterdir()) == before
+
+
+def test_load_takes_the_iteration_that_it_names(saved, tmp_path, capsys):
+    run(tmp_path, "--train-iters", "4", "--load", str(saved / "iter_0000002"))
+    assert "resuming from" in capsys.readouterr().out and records(tmp_path) == records(saved)[2:]
+
+
+@pytest.mark.parametrize("name", ["mistyped", "empty"])
+def test_load_of_nothing_is_refused_but_where_it_is_save(tmp_path, capsys, name):
+    (tmp_path / "empty").mkdir()
+    load = ["--load", str(tmp_path / name)]
+    assert pretrain_dllm.main([*FLAGS, "--train-iters", "1", *load]) == 2
+    assert f"--load {tmp_path / name} {'holds no checkpoint' if name == 'empty' else 'is no folder'}" in capsys.readouterr().err
+    run(tmp_path / name, "--train-iters", "1", *load)
+
+
+@pytest.mark.parametrize("flag", ["--save", "--run-dir", "--tensorboard-dir"])
+def test_folders_that_cannot_be_written_to_are_named(tmp_path, capsys, flag):
+    (tmp_path / "file").write_text("")
+    folder = tmp_path / "file" / "run"
+    assert pretrain_dllm.main([*FLAGS, "--train-iters", "1", flag, str(folder)]) == 2
+    assert re.search(f"error: {flag} {folder} cannot be written to: .*Not a directory", capsys.readouterr().err)

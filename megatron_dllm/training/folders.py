@@ -1,0 +1,67 @@
+"""The folders of a run, looked at before anything costs time: they can be written to, and a restart will find its own checkpoints."""
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..checkpoint import store
+from ..config import RunConfig
+
+BEST = "best"  # of --save: the checkpoint with the lowest evaluation loss
+
+
+def check_folders(run: RunConfig) -> None:
+    """Make the folders that the run writes to. ValueError, with flag and folder, for one that cannot be written to, that holds another
+    run's checkpoints, or that holds none to load.
+    """
+    save, load = (Path(folder) if folder else None for folder in (run.checkpoint.save, run.checkpoint.load))
+    for flag, folder in (("--save", save), ("--run-dir", run.logging.run_dir), ("--tensorboard-dir", run.logging.tensorboard_dir)):
+        if folder:
+            _check_writable(flag, Path(folder))
+    if load and not store.checkpoints_in(load) and not is_iteration(load) and not _same(load, save):
+        raise ValueError(f"--load {load} {'holds no checkpoint' if load.is_dir() else 'is no folder'}: give the folder of a run, or leave "
+                         "--load out to start anew (only where it is --save as well may it be empty, for the first of several starts)")
+    if save:
+        _check_own(save, load)
+
+
+def is_iteration(folder: Path) -> bool:
+    """Whether the folder is one checkpoint, not a run's with several in it."""
+    return re.fullmatch(r"iter_\d{7,}", folder.name) is not None and folder.is_dir()
+
+
+def _check_writable(flag: str, folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        store.write_text(folder / ".writable", "")
+        (folder / ".writable").unlink()
+    except OSError as error:
+        raise ValueError(f"{flag} {folder} cannot be written to: {error}; give a folder that can") from None
+
+
+def _check_own(save: Path, load: Path | None) -> None:
+    """Checkpoints in `save` are those that the run goes on from: any others a restart would take up in place of this run's."""
+    there = [*store.checkpoints_in(save), *store.checkpoints_in(save / BEST)]
+    if not there or _same(load, save):
+        return
+    go_on = f"add --load {save} to go on with that run"
+    if load and is_iteration(load) and _same(load.parent, save):
+        there = [path for path in store.checkpoints_in(save) if _iteration(path) > _iteration(load)]
+        go_on = "move these away to go on from there"
+    if there:
+        raise ValueError(f"--save {save} holds {_listed(there, save)}, and this run starts {f'from {load}' if load else 'anew'}: a restart "
+                         f"would take them for its own; {go_on}, or give another --save")
+
+
+def _iteration(path: Path) -> int:
+    return int(path.name.split("_")[1].removesuffix(store.REPLACED))
+
+
+def _listed(paths: Sequence[Path], folder: Path) -> str:
+    names = [str(path.relative_to(folder)) for path in paths]
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _same(one: Path | None, other: Path | None) -> bool:
+    return one is not None and other is not None and one.resolve() == other.resolve()
