@@ -75,7 +75,7 @@ def folders(path: Path) -> list[Path]:
     """The iterations' folders that a path stands for, the newest first."""
     found = [path] if re.fullmatch(r"iter_\d{7,}", path.name) else store.checkpoints_in(path)
     if not found or not found[0].is_dir():
-        raise ValueError(f"{path} holds no checkpoint (iter_...)")
+        raise ValueError(f"{path} holds no checkpoint (iter_...); name a run's --save folder, or one of its iter_ folders")
     return found
 
 
@@ -148,7 +148,7 @@ def statistics(found: store.Checkpoint, key: str) -> str:
 def merge_checkpoints(arguments: argparse.Namespace) -> int:
     """The mean of the weights, without optimizer state: for --pretrained-checkpoint, generation and export."""
     if arguments.last < 2:
-        raise ValueError(f"--last {arguments.last}: an average takes 2 checkpoints or more")
+        raise ValueError(f"--last {arguments.last}: an average takes 2 checkpoints or more; set --last 2")
     if store.checkpoints_in(arguments.save):
         raise ValueError(f"--save {arguments.save} holds checkpoints already: choose another folder")
     sources = []
@@ -160,13 +160,15 @@ def merge_checkpoints(arguments: argparse.Namespace) -> int:
         if len(sources) == arguments.last:
             break
     if len(sources) < arguments.last:
-        raise ValueError(f"--last {arguments.last}: {arguments.folder} holds {len(sources)} valid checkpoints")
+        raise ValueError(f"--last {arguments.last}: {arguments.folder} holds {len(sources)} valid checkpoints; "
+                         + (f"set --last {len(sources)}" if len(sources) > 1 else "keep more of them (--save-total-limit) to have a mean"))
     newest = sources[0]
     specs = [TensorSpec(key, newest.dtype(key), shape) for key, shape in newest.shapes.items() if kind_of(key) == MODEL]
     for other in sources[1:]:
         differing = [spec.name for spec in specs if other.shapes.get(spec.name) != spec.shape]
         if differing:
-            raise ValueError(f"{other.path} is another model than {newest.path}: {', '.join(differing[:5])}")
+            raise ValueError(f"{other.path} is another model than {newest.path}: {', '.join(differing[:5])}; move one of them to "
+                             "another folder")
     arguments.save.mkdir(parents=True, exist_ok=True)
     check_room(arguments.save, sum(spec.num_bytes for spec in specs))
     state = store.TrainingState(newest.state.iteration, 0, 0)
@@ -183,7 +185,7 @@ def merge_adapters(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--save {arguments.save} holds checkpoints already: choose another folder")
     found = store.open_checkpoint(folders(arguments.folder)[0], kinds=(MODEL,))
     if not found.state.base:
-        raise ValueError(f"{found.path} holds a full model, not adapters (--lora-rank)")
+        raise ValueError(f"{found.path} holds a full model, not adapters (--lora-rank): use it as it is, or name the run of the adapters")
     run, base = stored_run(found), open_base(found, arguments.base)
     specs = [TensorSpec(name, base.dtype(name), tuple(shape)) for name, shape in base.shapes.items() if kind_of(name) == MODEL]
     arguments.save.mkdir(parents=True, exist_ok=True)

@@ -124,7 +124,7 @@ def read_prompts(arguments: argparse.Namespace) -> list[str | Messages]:
     prompts = [_read_line(line, f"{name}:{number}") if name.endswith(".jsonl") else line
                for number, line in enumerate(lines, 1) if line.strip()]
     if not prompts:
-        raise ValueError(f"{name} holds no prompt")
+        raise ValueError(f"{name} holds no prompt; write one on each line")
     return prompts
 
 
@@ -132,12 +132,12 @@ def _read_line(line: str, where: str) -> str | Messages:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{where} is not valid JSON: {error}") from None
+        raise ValueError(f"{where} is not valid JSON: {error}; write an object with \"prompt\" or \"messages\" on each line") from None
     if isinstance(row, Mapping) and isinstance(row.get("messages"), list):
         return row["messages"]
     if isinstance(row, Mapping) and isinstance(row.get("prompt"), str):
         return row["prompt"]
-    raise ValueError(f'{where} is no object with a "prompt" or with "messages"')
+    raise ValueError(f'{where} is no object with a "prompt" or with "messages"; write {{"prompt": "..."}}')
 
 
 @dataclass

@@ -288,7 +288,7 @@ def layer_maps(run: Run) -> dict[tuple[str, str], LayerMap]:
     """By (figure, kind of token). ValueError for a run without any."""
     names = [(match, name) for name in run.names() if (match := ROUTING.fullmatch(name))]
     if not names:
-        raise ValueError(f"{run.name}: no metric of a router is in it; they are logged while a model with experts trains")
+        raise ValueError(f"{run.name}: no metric of a router is in it; they are logged while a model with experts trains: give such a run")
     layers = tuple(dict.fromkeys(match["layer"] for match, _ in names))
     records = [record for record in run.records if any(name in record for _, name in names)]
     iterations = tuple(record["iteration"] for record in records)

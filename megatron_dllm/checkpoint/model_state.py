@@ -41,6 +41,9 @@ def every_tensor(name: str) -> bool:
     return True
 
 
+REMEDY = "name a checkpoint of this model, or set the flags of the model (--preset, --model-config) that the weights belong to"
+
+
 @torch.no_grad()
 def load_tensors(model: nn.Module, source: TensorSource, where: str, *, wanted: Callable[[str], bool] = every_tensor) -> None:
     """Read the model's tensors, or the `wanted` ones, each rank its rectangles alone, and cast them to the parameters' dtypes.
@@ -50,12 +53,12 @@ def load_tensors(model: nn.Module, source: TensorSource, where: str, *, wanted: 
     held = {name: tensor for name, tensor in named_tensors(model) if wanted(name)}
     missing = sorted(set(held) - set(source.shapes))
     if missing:
-        raise ValueError(f"{where}: {', '.join(missing[:10])} missing ({len(missing)} of {len(held)} tensors)")
+        raise ValueError(f"{where}: {', '.join(missing[:10])} missing ({len(missing)} of {len(held)} tensors); {REMEDY}")
     for name, local in held.items():
         placement = getattr(local, "placement", None)
         shape = tuple(local.shape) if placement is None else placement.shape
         if tuple(source.shapes[name]) != shape:
-            raise ValueError(f"{where}: {name} is {list(source.shapes[name])}, the model has {list(shape)}")
+            raise ValueError(f"{where}: {name} is {list(source.shapes[name])}, the model has {list(shape)}; {REMEDY}")
         if placement is None:
             local.copy_(source.read(name, (0,) * len(shape), shape))
         else:

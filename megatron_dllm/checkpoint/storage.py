@@ -184,7 +184,7 @@ def read_index(path: Path) -> Metadata:
     """The metadata that a tensors.json describes; CheckpointError where it is none."""
     found = read_json(path)
     if found.get("format") != FORMAT:
-        raise CheckpointError(f"{path} has format {found.get('format')}, this version reads {FORMAT}")
+        raise CheckpointError(f"{path} has format {found.get('format')}, and {FORMAT} is read here; use the version that wrote it")
     tensors, places = {}, {}
     try:
         for key, tensor in found["tensors"].items():

@@ -110,7 +110,7 @@ class Checkpoint:
         extra = sorted(key for key in set(self.shapes).difference(*of_ranks) if kind_of(key) in kinds)
         if extra:
             raise CheckpointError(f"{self.path} is of another model: it holds {', '.join(extra[:10])} ({len(extra)} tensors), for which "
-                                  "this one has no place")
+                                  "this one has no place; name a checkpoint of this model, or give the flags of that one")
 
     def load(self, shards: Iterable[Shard]) -> None:
         """Read into shards, in place, each its own rectangles; dtypes are cast. CheckpointError names what is missing or misshapen."""
@@ -119,7 +119,8 @@ class Checkpoint:
         problems += [f"{key} is {list(self.shapes[key])}, the run has {list(shard.shape)}"
                      for key, shard in wanted.items() if key in self.shapes and self.shapes[key] != shard.shape]
         if problems:
-            raise CheckpointError(f"{self.path}: {'; '.join(problems[:10])} ({len(problems)} of {len(wanted)} tensors)")
+            raise CheckpointError(f"{self.path}: {'; '.join(problems[:10])} ({len(problems)} of {len(wanted)} tensors); "
+                                  "give the flags that the checkpoint was saved with (its args.txt), or start from another")
         planner = ShardLoadPlanner()
         planner.set_up_planner(wanted, self.metadata)
         plan = planner.finish_plan(planner.create_local_plan())
@@ -227,7 +228,8 @@ def open_checkpoint(path: Path, *, world: Group | None = None, kinds: Iterable[s
         found = [problem for name in mine if (problem := _content_problem(path / name, files[name]))]
         problems = [problem for of_rank in _gathered(found, world) for problem in of_rank]
     if problems:
-        raise CheckpointError("; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else ""))
+        shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
+        raise CheckpointError(f"{shown}; copy it here again, or take another checkpoint of the run")
     state = read_json(path / STATE)
     return Checkpoint(path, TrainingState(**{name: state[name] for name in TrainingState.__dataclass_fields__ if name in state}))
 

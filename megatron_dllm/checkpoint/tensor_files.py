@@ -131,11 +131,11 @@ def naming(path: Path) -> Iterator[None]:
 def open_safetensors(file: Path):
     """An open safetensors file; ValueError that names it when it is missing or cut short."""
     if not file.is_file():
-        raise ValueError(f"{file} is missing")
+        raise ValueError(f"{file} is missing; copy or download it again")
     try:
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{file} is not a whole safetensors file: {error}") from None
+        raise ValueError(f"{file} is not a whole safetensors file: {error}; copy or download it again") from None
 
 
 def read_rectangle(file: Path, name: str, offset: Sequence[int], extent: Sequence[int]) -> Tensor:

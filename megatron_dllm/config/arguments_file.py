@@ -15,7 +15,8 @@ def split_arguments(text: str, source: str) -> list[str]:
     while position < len(text):
         piece = _PIECE.match(text, position)
         if piece is None:
-            raise ValueError(f"{source}, line {text.count(chr(10), 0, position) + 1}: a quote that begins here is not closed")
+            raise ValueError(f"{source}, line {text.count(chr(10), 0, position) + 1}: a quote that begins here is not closed; close it, "
+                             "or write \\ before it")
         if piece["word"]:
             words += shlex.split(piece["word"])
         position = piece.end()
@@ -34,9 +35,9 @@ def expand_argument_files(words: Sequence[str], folder: Path, reading: tuple[Pat
             continue
         path = folder / word[1:]
         if not path.is_file():
-            raise ValueError(f"{word}: there is no file {path} (a value that begins with @ is given as --flag=@value)")
+            raise ValueError(f"{word}: there is no file {path}; correct its path (a value that begins with @ is given as --flag=@value)")
         if path.resolve() in reading:
-            raise ValueError(f"{word}: {path} includes itself")
+            raise ValueError(f"{word}: {path} includes itself; remove that line")
         inner = split_arguments(path.read_text(encoding="utf-8"), str(path))
         expanded += expand_argument_files(inner, path.parent, (*reading, path.resolve()))
     return expanded

@@ -50,16 +50,16 @@ class DataConfig:
             return tuple((1.0, path) for path in self.data_path)
         weights, paths = numbers[0::2], self.data_path[1::2]
         if len(weights) != len(paths) or None in weights or any(number is not None for number in numbers[1::2]):
-            raise ValueError("weights and paths must alternate: WEIGHT PATH WEIGHT PATH ...")
+            raise ValueError("weights and paths must alternate; write --data-path WEIGHT PATH WEIGHT PATH ...")
         if min(weights) <= 0:
-            raise ValueError(f"weights must be positive, not {min(weights)}")
+            raise ValueError(f"weights must be positive, not {min(weights)}; leave out paths that are not to be drawn")
         return tuple(zip(weights, paths, strict=True))
 
     def split_shares(self) -> tuple[float, float, float]:
         """`split` as three shares that sum to 1; ValueError where it is not three numbers."""
         parts = [_number(word) for word in self.split.split(",")]
         if len(parts) != 3 or None in parts or min(parts) < 0 or parts[0] <= 0:
-            raise ValueError("a split is three numbers, none negative and the first positive: 969,30,1")
+            raise ValueError("write three numbers, none negative and the first positive, such as 969,30,1")
         return tuple(part / sum(parts) for part in parts)
 
 

@@ -19,7 +19,7 @@ def read_layer_types(text: str) -> tuple[str, ...]:
         match = re.fullmatch(r"\s*([a-z][a-z0-9_-]*)\s*(?:\*\s*([1-9]\d*))?\s*", item)
         if not match or match[1] not in LAYER_TYPES.names:
             raise ValueError(f"layer types {text!r}: {item!r} is none of {', '.join(LAYER_TYPES.names)}, nor such with a count "
-                             "(sliding*5); others come with an --extension")
+                             "(sliding*5); use these, or name an --extension that adds it")
         types += [match[1]] * int(match[2] or 1)
     return tuple(types)
 

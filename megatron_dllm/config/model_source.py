@@ -154,9 +154,9 @@ def read_config_file(path: Path) -> dict[str, Any]:
     try:
         source = json.loads(file.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
-        raise ValueError(f"{file} is not valid JSON: {error}") from error
+        raise ValueError(f"{file} is not valid JSON: {error}; correct it, or name another") from error
     if not isinstance(source, dict):
-        raise ValueError(f"{file} holds a {type(source).__name__}, not an object with settings")
+        raise ValueError(f"{file} holds a {type(source).__name__}, not an object with settings; name the config.json of a model")
     return source
 
 
@@ -174,7 +174,7 @@ def read_stored_model(folder: str) -> ModelConfig:
     """The model of a checkpoint of ours, from its args.txt; ValueError where that file is missing or does not describe a whole model."""
     file = checkpoint_folder(folder) / ARGUMENTS_FILE
     if not file.is_file():
-        raise ValueError(f"checkpoint {folder} has no {file}, so its model is not known")
+        raise ValueError(f"checkpoint {folder} has no {file}, so its model is not known; copy that file from another checkpoint of the run")
     return read_model_arguments(split_arguments(file.read_text(encoding="utf-8"), str(file)), str(file))
 
 
@@ -182,7 +182,8 @@ def read_model_arguments(words: Sequence[str], origin: str) -> ModelConfig:
     """The model that the flags in `words` describe; all other flags are passed over."""
     values = vars(build_parser([ModelConfig], description="").parse_known_args(words)[0])
     if missing := missing_fields(values):
-        raise ValueError(f"{origin} does not describe a whole model: {', '.join(MODEL_FLAGS[f].name for f in missing)} missing")
+        raise ValueError(f"{origin} does not describe a whole model: {', '.join(MODEL_FLAGS[f].name for f in missing)} missing; give "
+                         "these too, or --preset or --model-config")
     return ModelConfig(**{**values, "layer_types": layer_types_for(values.get("layer_types", ()), values["num_layers"])})
 
 

@@ -80,7 +80,7 @@ class ObjectiveConfig:
         for entry in self.canvas_length_schedule.split(",") if self.canvas_length_schedule else ():
             start, _, length = entry.partition(":")
             if not (start.strip().isdecimal() and length.strip().isdecimal() and int(length) > 0):
-                raise ValueError(f"{entry!r} is not ITERATION:LENGTH")
+                raise ValueError(f"{entry!r}: write ITERATION:LENGTH")
             if (pairs and int(start) <= pairs[-1][0]) or (not pairs and int(start) != 0):
                 raise ValueError(f"{entry!r}: the first entry must start at iteration 0 and each later one after the one before")
             pairs.append((int(start), int(length)))

@@ -64,8 +64,8 @@ def read_config(source: dict[str, Any]) -> ModelConfig:
     if source.get("model_type", MODEL_TYPE) != MODEL_TYPE or not isinstance(text, dict):
         raise ValueError(
             f"config.json: model_type is {source.get('model_type')!r} and text_config "
-            f"{'is there' if isinstance(text, dict) else 'is missing'}; a DiffusionGemma configuration has "
-            f"model_type {MODEL_TYPE!r} and a text_config"
+            f"{'is there' if isinstance(text, dict) else 'is missing'}; take a DiffusionGemma "
+            f"configuration, which has model_type {MODEL_TYPE!r} and a text_config"
         )
     _check_fixed(source, text)
     values = {field: text.get(key) for field, key in TEXT_KEYS.items()}
@@ -78,10 +78,11 @@ def read_config(source: dict[str, Any]) -> ModelConfig:
     softcapping = text.get("final_logit_softcapping", 30.0)
     missing += ["text_config.final_logit_softcapping"] if softcapping is None else []
     if missing:
-        raise ValueError(f"config.json: {', '.join(missing)} missing; the defaults of transformers are another model's, so none is assumed")
+        raise ValueError(f"config.json: {', '.join(missing)} missing; add them (the defaults of transformers are another model's, so none "
+                         "is assumed)")
     wrong = [f"text_config.{TEXT_KEYS[f]} is {v!r}" for f, v in values.items() if isinstance(v, bool) or not isinstance(v, int | float)]
     if wrong:
-        raise ValueError(f"config.json: {', '.join(wrong)}; a number is needed")
+        raise ValueError(f"config.json: {', '.join(wrong)}; write numbers")
     values["layer_types"] = _read_layer_types(text["layer_types"], values["num_layers"])
     values["global_kv_channels"] = _full_layer_value(text, values["layer_types"], "head_dim", "global_head_dim")
     values["num_global_query_groups"] = _full_layer_value(text, values["layer_types"], "num_key_value_heads", "num_global_key_value_heads")
@@ -99,15 +100,16 @@ def _check_fixed(source: dict[str, Any], text: dict[str, Any]) -> None:
     found.append(("tie_word_embeddings", source.get("tie_word_embeddings", True), (True,)))
     wrong = [f"{name} is {value!r}, must be {' or '.join(map(repr, allowed))}" for name, value, allowed in found if value not in allowed]
     if wrong:
-        raise ValueError(f"config.json: {'; '.join(wrong)}; this model has no other form")
+        raise ValueError(f"config.json: {'; '.join(wrong)}; this model has no other form: take another model")
 
 
 def _read_layer_types(names: list[str], num_layers: int) -> tuple[str, ...]:
     ours = {theirs: name for name, theirs in LAYER_NAMES.items()}
     if unknown := sorted(set(names) - set(ours)):
-        raise ValueError(f"config.json: text_config.layer_types has {', '.join(unknown)}; known are {', '.join(ours)}")
+        raise ValueError(f"config.json: text_config.layer_types has {', '.join(unknown)}; choose from {', '.join(ours)}")
     if len(names) != num_layers:
-        raise ValueError(f"config.json: text_config.layer_types has {len(names)} entries for num_hidden_layers {num_layers}")
+        raise ValueError(f"config.json: text_config.layer_types has {len(names)} entries for num_hidden_layers {num_layers}; give each "
+                         "layer one")
     return tuple(ours[name] for name in names)
 
 
@@ -122,14 +124,14 @@ def _full_layer_value(text: dict[str, Any], layer_types: tuple[str, ...], key: s
     found = {per_layer[layer].get(key, text[key]) for layer, kind in enumerate(layer_types) if kind == "full"}
     wrong = [layer for layer, kind in enumerate(layer_types) if kind == "sliding" and per_layer[layer].get(key, text[key]) != text[key]]
     if wrong:
-        raise ValueError(f"config.json: text_config.per_layer_config changes {key} in sliding layers {wrong}; only full layers may differ")
+        raise ValueError(f"config.json: text_config.per_layer_config changes {key} in sliding layers {wrong}; leave it as it is there")
     if len(found) > 1:
-        raise ValueError(f"config.json: text_config.per_layer_config gives full layers different {key}: {sorted(found)}; they must agree")
+        raise ValueError(f"config.json: text_config.per_layer_config gives full layers different {key}: {sorted(found)}; give them one")
     value = found.pop() if found else text[key]
     if named not in (None, value):
         raise ValueError(
             f"config.json: text_config.{global_key} is {named} and text_config.per_layer_config gives full layers {key} {value}; "
-            "they must agree, or one must go"
+            "make them agree, or remove one"
         )
     return value
 
@@ -139,10 +141,12 @@ def _read_per_layer_config(text: dict[str, Any], layer_types: tuple[str, ...]) -
     overrides: list[dict[str, Any]] = [{} for _ in layer_types]
     for index, changes in (text["per_layer_config"] or {}).items():
         if not str(index).isdecimal() or int(index) >= len(layer_types):
-            raise ValueError(f"config.json: text_config.per_layer_config has a layer {index!r}; layers are 0 to {len(layer_types) - 1}")
+            raise ValueError(f"config.json: text_config.per_layer_config has a layer {index!r}; remove it (layers are 0 to "
+                             f"{len(layer_types) - 1})")
         others = [key for key in changes if key not in ("head_dim", "num_key_value_heads") and changes[key] != text.get(key)]
         if others:
-            raise ValueError(f"config.json: text_config.per_layer_config changes {', '.join(others)} in layer {int(index)}; not known here")
+            raise ValueError(f"config.json: text_config.per_layer_config changes {', '.join(others)} in layer {int(index)}; leave it as "
+                             "in the others")
         overrides[int(index)] = changes
     return overrides
 
@@ -153,7 +157,7 @@ def _read_rope(parameters: dict[str, Any]) -> dict[str, float]:
     if forms != ("default", 1.0, "proportional"):
         raise ValueError(
             f"config.json: text_config.rope_parameters: sliding layers have rope_type {forms[0]!r} with partial_rotary_factor {forms[1]}, "
-            f"full layers rope_type {forms[2]!r}; known are 'default' with 1.0 and 'proportional'"
+            f"full layers rope_type {forms[2]!r}; use 'default' with 1.0 and 'proportional'"
         )
     missing = [
         f"{name}.{key}"
@@ -165,7 +169,7 @@ def _read_rope(parameters: dict[str, Any]) -> dict[str, float]:
         if found.get(key) is None
     ]
     if missing:
-        raise ValueError(f"config.json: text_config.rope_parameters: {', '.join(missing)} missing")
+        raise ValueError(f"config.json: text_config.rope_parameters: {', '.join(missing)} missing; add them")
     return {
         "rotary_base": sliding["rope_theta"],
         "rotary_base_global": full["rope_theta"],

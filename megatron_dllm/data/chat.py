@@ -55,7 +55,8 @@ def open_chat_source(path: str, tokenizer: Tokenizer, options: ChatOptions) -> T
     if options.refuse_bad_samples and source.skipped.total:
         raise ValueError(f"{path}: {source.skipped.lines()[0]}; repair or remove them, or set --on-bad-sample skip")
     if not len(source):
-        raise ValueError(f"{path}: no example in it; {'; '.join(source.skipped.lines()) or 'the files are empty'}")
+        raise ValueError(f"{path}: no example in it; {'; '.join(source.skipped.lines()) or 'the files are empty'}; correct --data-path, "
+                         "or name the columns with --data-columns")
     log.info("%s: %d examples, %d tokens in %s", path, len(source), int(source.lengths.sum(dtype="int64")), folder)
     return source
 

@@ -74,7 +74,8 @@ def find_text_files(paths: Sequence[str], *, suffixes: Sequence[str] = ()) -> li
             raise ValueError(f"{path}: no such file or folder, and no file matches it as a pattern; correct --input")
         inner = [file for place in places for file in (_files_in(place, suffixes) if place.is_dir() else [place])]
         if not inner:
-            raise ValueError(f"{path}: no file in it" + (f" ends in {', '.join(suffixes)}; correct --suffixes" if suffixes else ""))
+            raise ValueError(f"{path}: no file in it"
+                             + (f" ends in {', '.join(suffixes)}; correct --suffixes" if suffixes else "; correct --input"))
         found.update(dict.fromkeys(inner))
     return list(found)
 

@@ -32,7 +32,7 @@ class SudokuTokenizer:
 
     def __init__(self, size: int):
         if size not in SIZES:
-            raise ValueError(f"Sudoku size {size}: there are tokenizers for {SIZES}")
+            raise ValueError(f"Sudoku size {size}: set --sudoku-size to one of {SIZES}")
         self.size = size
         self.vocab_size = self.FIRST_DIGIT + size
         self.name = f"sudoku{size}"

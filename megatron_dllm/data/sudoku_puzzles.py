@@ -43,11 +43,11 @@ class PuzzleSet:
         if self.size not in SIZES:
             raise ValueError(f"Sudoku size {self.size}: only {SIZES} are generated; set --sudoku-size to one of them")
         if self.split not in SPLITS:
-            raise ValueError(f"Sudoku split '{self.split}': it must be one of {SPLITS}")
+            raise ValueError(f"Sudoku split '{self.split}': name one of {SPLITS}")
         if not 0 <= self.min_clues <= self.max_clues <= self.size**2:
-            raise ValueError(f"Sudoku clues {self.min_clues} to {self.max_clues}: need 0 <= least <= most <= {self.size**2} cells")
+            raise ValueError(f"Sudoku clues {self.min_clues} to {self.max_clues}: write the fewest first, from 0 to {self.size**2} cells")
         if self.seed < 0:
-            raise ValueError(f"Sudoku seed {self.seed}: it must not be negative")
+            raise ValueError(f"Sudoku seed {self.seed}: set --seed to 0 or more")
 
 
 def generate(puzzles: PuzzleSet, count: int, *, num_workers: int = 0) -> np.ndarray:

@@ -52,7 +52,8 @@ class TurnRenderer:
             for chat in chats:
                 self._check_probe(chat)
         except SampleError as error:
-            raise ValueError(f"tokenizer {tokenizer.name}: its chat template fails on one question and one answer: {error}") from error
+            raise ValueError(f"tokenizer {tokenizer.name}: its chat template fails on one question and one answer: {error}; give "
+                             "another with --chat-template") from error
 
     def turn(self, messages: Sequence[Message], place: int, tools: Sequence[Any] | None = None, *, truncated: bool = False) -> Turn:
         """The assistant turn at messages[place]. A truncated answer gets no end-of-turn token. SampleError if it cannot be learned from."""

@@ -146,11 +146,12 @@ class HuggingFaceTokenizer:
         from transformers import AutoTokenizer  # slow to import, and the byte tokenizer does without
 
         if not Path(directory).is_dir():
-            raise ValueError(f"{directory}: no such folder; --tokenizer-model takes a folder that holds a transformers tokenizer")
+            raise ValueError(f"{directory}: no such folder; name one that holds a transformers tokenizer with --tokenizer-model")
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         except (OSError, ValueError) as error:
-            raise ValueError(f"{directory}: no tokenizer that transformers can read without running the folder's code: {error}") from error
+            raise ValueError(f"{directory}: no tokenizer that transformers can read without running the folder's code: {error}; "
+                             "name another folder with --tokenizer-model") from error
         self._has_other_template = chat_template is not None
         if chat_template is not None:
             self._tokenizer.chat_template = chat_template
@@ -226,9 +227,9 @@ def open_tokenizer(tokenizer_type: str, tokenizer_model: str | None, *, chat_tem
                              "or set --tokenizer-type HuggingFaceTokenizer")
         return ByteTokenizer()
     if tokenizer_type != "HuggingFaceTokenizer":
-        raise ValueError(f"--tokenizer-type {tokenizer_type}: know ByteTokenizer and HuggingFaceTokenizer")
+        raise ValueError(f"--tokenizer-type {tokenizer_type}: set ByteTokenizer or HuggingFaceTokenizer")
     if not tokenizer_model:
-        raise ValueError("--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model DIR")
+        raise ValueError("--tokenizer-type HuggingFaceTokenizer needs the tokenizer's folder; give --tokenizer-model DIR")
     template = Path(chat_template).read_text(encoding="utf-8") if chat_template else None
     return HuggingFaceTokenizer(tokenizer_model, chat_template=template, extra_eos_ids=extra_eos_ids)
 

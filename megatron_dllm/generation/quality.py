@@ -61,7 +61,8 @@ def regex_score(pattern: str) -> Score:
     try:
         compiled = re.compile(pattern, re.MULTILINE)
     except re.error as error:
-        raise ValueError(f"--score regex:{pattern} is no regular expression: {error}") from None
+        raise ValueError(f"--score regex:{pattern} is no regular expression: {error}; correct it, with \\ before signs meant as "
+                         "such") from None
 
     def last_group(text: str) -> str | None:
         matches = list(compiled.finditer(text))
@@ -85,13 +86,13 @@ def open_score(name: str) -> Score:
     if kind == "regex" and rest:
         return regex_score(rest)
     if not separator or not rest:
-        raise ValueError(f"--score {name}: know {', '.join(NAMED)}, regex:PATTERN and module:function")
+        raise ValueError(f"--score {name}: choose {', '.join(NAMED)}, regex:PATTERN and module:function")
     try:
         found = getattr(importlib.import_module(kind), rest, None)
     except ModuleNotFoundError as error:
         raise ValueError(f"--score {name}: {error}; put the module's folder on PYTHONPATH") from None
     if not callable(found):
-        raise ValueError(f"--score {name}: module {kind} has no function {rest}")
+        raise ValueError(f"--score {name}: module {kind} has no function {rest}; name one that it has")
     return found
 
 

@@ -169,4 +169,4 @@ def _repeated(layers: Operations, recompute: str | None, modules: tuple[str, ...
         case "selective":
             parts = {"core_attn": ("attention",), "mlp": ("mlp",), "moe": ("router", "experts"), "mhc": ()}
             return {part: layers[part] for module in modules for part in parts[module]}
-    raise ValueError(f"--recompute-granularity {recompute}: no operation count for it; known are full and selective")
+    raise ValueError(f"--recompute-granularity {recompute}: no operation count for it; set full or selective")

@@ -134,7 +134,7 @@ CASES: list[tuple[str, dict, int, str]] = [
     ("some_data", {"data_path": ()}, 1, "there is nothing to train on; give --data-path, or set --data-source to sudoku"),
     ("blend_alternates", {"data_path": ("0.5", "a", "b")}, 1, "weights and paths must alternate"),
     ("columns_are_pairs", {"data_columns": ("messages=x", "prompt")}, 1, "prompt is not OURS=THEIRS"),
-    ("split_is_three_shares", {"split": "90,10"}, 1, "a split is three numbers, none negative and the first positive: 969,30,1"),
+    ("split_is_three_shares", {"split": "90,10"}, 1, "write three numbers, none negative and the first positive, such as 969,30,1"),
     ("evaluation_has_data", {"split": "99,0,1", "eval_interval": 5}, 1, "no share of the data is for validation; set --split to 969,30,1"),
     ("tokenizer_is_named", {"tokenizer_type": "HuggingFaceTokenizer"}, 1, "files are not named; give --tokenizer-model DIR"),
     ("lr_falls", {"min_lr": 1.0}, 1, "the learning rate cannot decay upwards; set --min-lr to at most 0.0001"),

@@ -106,7 +106,7 @@ def test_open_tokenizer_checks_flags_together(tmp_path):
     tokenizer = open_tokenizer("HuggingFaceTokenizer", save_tokenizer(tmp_path / "t"), chat_template=str(template))
     assert tokenizer.apply_chat_template(CHAT).assistant_mask is not None
     for arguments, problem in ((("ByteTokenizer", str(tmp_path)), "drop --tokenizer-model"),
-                               (("HuggingFaceTokenizer", None), "needs --tokenizer-model"), (("Other", None), "Other")):
+                               (("HuggingFaceTokenizer", None), "give --tokenizer-model"), (("Other", None), "Other")):
         with pytest.raises(ValueError, match=problem):
             open_tokenizer(*arguments)
 

@@ -57,7 +57,7 @@ def test_score_of_a_module(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name, message", [
-    ("exactly", "know exact, sudoku, regex:PATTERN and module:function"),
+    ("exactly", "choose exact, sudoku, regex:PATTERN and module:function"),
     ("regex:(", "no regular expression"),
     ("no_such_module_here:f", "PYTHONPATH"),
     ("math:no_such_function", "module math has no function"),

@@ -167,7 +167,7 @@ def test_evaluate_measures_one_process_at_the_full_canvas_length(chat_run):
 @pytest.mark.parametrize("flags, message", [
     (["--on", "test"], "leaves no example there"),
     (["--window-size", "25"], "--window-size"),
-    (["--score", "nothing"], "know exact, sudoku"),
+    (["--score", "nothing"], "choose exact, sudoku"),
     (["--no-such-flag"], "--no-such-flag"),
 ])
 def test_evaluate_refuses(chat_run, capsys, flags, message):

@@ -116,7 +116,7 @@ def test_runs_twice_over_its_own_output(tmp_path, tree):
         (["--input", "{}/my code", "--suffixes", ".rs"], "my code: no file in it ends in .rs; correct --suffixes"),
         (["--input", "{}/my code/empty.py"], "--json-key as they are\n1 skipped, empty document"),
         (["--input", "{}/my code/latin.py", "--on-bad-sample", "error"], "latin.py: not UTF-8"),
-        (["--input", "{}/my code/a.py", "--tokenizer-type", "HuggingFaceTokenizer"], "needs --tokenizer-model"),
+        (["--input", "{}/my code/a.py", "--tokenizer-type", "HuggingFaceTokenizer"], "give --tokenizer-model"),
     ],
 )
 def test_refuses(tmp_path, tree, capsys, arguments, message):

@@ -234,7 +234,7 @@ def test_generate_with_workers():
         ((16, "train", 4, 8, 0), "size 16.*--sudoku-size"),
         ((4, "eval", 4, 8, 0), "split 'eval'"),
         ((4, "train", 9, 8, 0), "clues 9 to 8"),
-        ((4, "train", 4, 17, 0), "most <= 16"),
+        ((4, "train", 4, 17, 0), "from 0 to 16 cells"),
         ((4, "train", 4, 8, -1), "seed -1"),
     ],
 )

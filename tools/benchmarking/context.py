@@ -75,7 +75,7 @@ class PasskeyRows:
         text = passkey(index, self.prompt_length)[0]
         missing = self.prompt_length - len(self.tokenizer.encode(text))
         if missing < 0:
-            raise ValueError(f"{self.prompt_length} tokens are too few for the question; a longer --seq-length")
+            raise ValueError(f"{self.prompt_length} tokens are too few for the question; set a longer --seq-length")
         opening = ("Read what the boxes hold. " * (missing // 26 + 1))[:missing]
         return np.array([*self.tokenizer.encode(opening + text), *self._answer(index)], np.int32)
 

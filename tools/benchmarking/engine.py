@@ -104,7 +104,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the table; the number of cases that differ."""
     if not torch.cuda.is_available():
-        raise Refusal("the suite engine needs a CUDA device, and torch sees none")
+        raise Refusal("the suite engine needs a CUDA device, and torch sees none; --suite cpu runs here")
     device = torch.device("cuda", 0)
     try:
         engine = load_engine(TrainingConfig(), MoEConfig(), device)

@@ -61,7 +61,7 @@ class Exposure:
 def exposure(work: Sequence[Work]) -> Exposure:
     """Of what one device did; ValueError where it did nothing."""
     if not work:
-        raise ValueError("the profile shows nothing on the device; a CUDA device is needed, and a driver that lets it be profiled")
+        raise ValueError("the profile shows nothing on the device; take a CUDA device, and a driver that lets it be profiled")
     other = union((w.start, w.end) for w in work if w.kind is None)
 
     def share(of: Sequence[Work]) -> Share:

@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the table; the number of checks, cases and aims that failed."""
     if not torch.cuda.is_available():
-        raise Refusal("the suite kernels needs a CUDA device, and torch sees none")
+        raise Refusal("the suite kernels needs a CUDA device, and torch sees none; --suite cpu runs here")
     return run_on(torch.device("cuda", 0), arguments, Sizes.toy() if arguments.toy else Sizes())
 
 

@@ -113,7 +113,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the table; the number of rows whose losses disagree or that are slower than their aim."""
     if arguments.repeats < 2:
-        raise Refusal(f"--repeats {arguments.repeats}: quartiles want 2 at least")
+        raise Refusal(f"--repeats {arguments.repeats}: quartiles want 2 at least; set --repeats 2 or more")
     torch.set_num_threads(1)
     print(f"torch {torch.__version__}, one thread, both sides compute in fp32; ms of the processor; {arguments.repeats} pairs of steps")
     failed = not agree_in_fp32(toy_width(["sliding", "full"]), CPU)

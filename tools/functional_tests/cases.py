@@ -63,9 +63,9 @@ def read_case(path: Path) -> Case:
     text = yaml.safe_load(path.read_text(encoding="utf-8"))
     known = {f.name for f in fields(Case)} - {"name"}
     if not isinstance(text, dict) or (unknown := sorted(text.keys() - known)):
-        raise ValueError(f"{path}: {unknown if isinstance(text, dict) else text!r} is not known; a case has {', '.join(sorted(known))}")
+        raise ValueError(f"{path}: {unknown if isinstance(text, dict) else text!r} is not known; write some of {', '.join(sorted(known))}")
     if missing := sorted({"recipe", "metrics", "tolerances", "verify"} - text.keys()):
-        raise ValueError(f"{path}: {', '.join(missing)} missing")
+        raise ValueError(f"{path}: {', '.join(missing)} missing; write them")
     values = dict(text)
     for name in ("metrics", "verify", "flags"):
         values[name] = tuple(map(str, values.get(name) or ()))
@@ -75,11 +75,11 @@ def read_case(path: Path) -> Case:
     if case.kind not in KINDS:
         raise ValueError(f"{path}: kind {case.kind!r}: write one of {', '.join(KINDS)}")
     if "default" not in case.tolerances:
-        raise ValueError(f"{path}: tolerances have no default")
+        raise ValueError(f"{path}: tolerances have no default; write one")
     if case.repeats < 2:
         raise ValueError(f"{path}: repeats {case.repeats}: one run repeats nothing; write at least 2")
     if not (ROOT / case.recipe).is_file():
-        raise ValueError(f"{path}: there is no recipe {case.recipe}")
+        raise ValueError(f"{path}: there is no recipe {case.recipe}; name a script of examples")
     return case
 
 

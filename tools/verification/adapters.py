@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     found = open_run(folder)
     base = found.state.base.get("path")
     if not base:
-        raise ValueError(f"{folder} holds no adapters beside a transformers directory")
+        raise ValueError(f"{folder} holds no adapters beside a transformers directory; name a run with --lora-rank and such a base")
     ours, tokenizer = load_for_inference(folder, torch.device("cpu"), torch.float32)
     settings = stored_run(found)
     source = build_sources(settings.data, settings.model, tokenizer, seed=settings.training.seed).test

@@ -60,7 +60,7 @@ def model_of(gib: float) -> ModelConfig:
         config = replace(released, num_layers=num_layers, layer_types=kinds, vocab_size=vocabulary, max_position_embeddings=4096)
         if sum(2 * torch.Size(link.shape).numel() for link in links(config)) >= gib * 2**30:
             return config
-    raise ValueError(f"--gib {gib}: the released model is smaller; its whole size is the most that can be asked for")
+    raise ValueError(f"--gib {gib}: the released model is smaller; set no more than its size")
 
 
 def marked(name: str, offset: tuple[int, ...], extent: tuple[int, ...]) -> torch.Tensor:

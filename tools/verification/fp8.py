@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the losses, the figures and the times; the number of missed figures."""
     if not torch.cuda.is_available():
-        raise Refusal("fp8 needs a CUDA device of sm_89 or later, and torch sees none")
+        raise Refusal("fp8 needs a CUDA device of sm_89 or later, and torch sees none; run it on such a machine")
     device = torch.device("cuda", torch.cuda.current_device())
 
     def runs(kind: str, words: Sequence[str]) -> list[list[float]]:

@@ -122,4 +122,5 @@ def check_names(shapes: Mapping[str, tuple[int, ...]], config: ModelConfig, wher
                  for name, shape in wanted.items() if name in shapes and tuple(shapes[name]) != tuple(shape)]
     if problems:
         shown = "\n  ".join(problems[:20]) + (f"\n  ... and {len(problems) - 20} more" if len(problems) > 20 else "")
-        raise ValueError(f"{where} does not hold this model:\n  {shown}")
+        raise ValueError(f"{where} does not hold this model; take weights and config.json from one source, or download both again:\n  "
+                         f"{shown}")

@@ -73,8 +73,26 @@ def open_run(path: Path) -> store.Checkpoint:
         return store.open_checkpoint(path, kinds=(MODEL,))
     found = store.find_newest(path, kinds=(MODEL,))
     if found is None:
-        raise ValueError(f"{path} holds neither a transformers model (config.json) nor a valid checkpoint of ours (iter_.../complete.json)")
+        raise ValueError(no_model_in(path))
     return found
+
+
+def no_model_in(path: Path) -> str:
+    """What to say of a path that holds no model: what is looked for there, and where one is or how it comes there."""
+    around = (path.parent, *(sorted(path.glob("*")) if path.is_dir() else ()))
+    near = [folder for folder in around if folder != Path() and holds_model(folder)]
+    if near:
+        remedy = f"name {near[0]}"
+    elif not path.exists() and not path.is_absolute() and len(path.parts) == 2:
+        remedy = f"correct the path, or download a model of the hub first: hf download {path} --local-dir models/{path.name}"
+    else:
+        remedy = "name a folder that has one of them"
+    return f"{path} holds neither a transformers model (config.json) nor a valid checkpoint of ours (iter_.../complete.json); {remedy}"
+
+
+def holds_model(folder: Path) -> bool:
+    """Whether a folder looks like a transformers directory or a run's, without a look into its files."""
+    return (folder / CONFIG).is_file() or any(folder.glob(f"iter_*/{store.COMPLETE}"))
 
 
 def stored_run(found: store.Checkpoint) -> RunConfig:
@@ -94,7 +112,8 @@ def open_base(found: store.Checkpoint, path: Path | None = None) -> store.Checkp
     """
     base = found.state.base
     if not base["path"] and path is None:
-        raise ValueError(f"checkpoint {found.path} holds adapters of {base['fingerprint']}, which no folder holds")
+        raise ValueError(f"checkpoint {found.path} holds adapters of {base['fingerprint']}, which no folder holds; "
+                         "merge them with their base (tools/checkpoint.py merge-adapters --base DIR)")
     path = path or Path(base["path"])
     if not path.is_dir():
         raise ValueError(f"checkpoint {found.path} holds adapters of {path}, which is not there; tools/checkpoint.py merge-adapters "
@@ -103,5 +122,6 @@ def open_base(found: store.Checkpoint, path: Path | None = None) -> store.Checkp
     seen = fingerprint(source, compute_dtype(stored_run(found)))
     if seen != base["fingerprint"]:
         raise ValueError(f"{path} holds other weights than those that the adapters of {found.path} were trained with "
-                         f"(fingerprints {seen[:12]} and {base['fingerprint'][:12]})")
+                         f"(fingerprints {seen[:12]} and {base['fingerprint'][:12]}); name those with --base (tools/checkpoint.py "
+                         "merge-adapters)")
     return source

@@ -18,6 +18,7 @@ from ...config import ModelConfig
 from .huggingface import Link, Offset, check_names, is_carried, links
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+AGAIN = "download the directory again (hf download REPO --local-dir DIR)"
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class TransformersDirectory:
         for file in _weight_files(path):
             for spec in read_specs(file):
                 if spec.name in files:
-                    raise ValueError(f"{spec.name} is in {files[spec.name]} and in {file}")
+                    raise ValueError(f"{spec.name} is in {files[spec.name]} and in {file}; {AGAIN}")
                 files[spec.name], specs[spec.name] = file, spec
         _check_index(path, files)
         check_names({name: spec.shape for name, spec in specs.items()}, config, str(path))
@@ -62,7 +63,8 @@ class TransformersDirectory:
         dtypes = {self.specs[theirs].dtype for theirs in self.links[name].theirs}
         if len(dtypes) > 1:
             found = ", ".join(sorted(map(str, dtypes)))
-            raise ValueError(f"{self.path}: {', '.join(self.links[name].theirs)} are of different dtypes: {found}")
+            raise ValueError(f"{self.path}: {', '.join(self.links[name].theirs)} are of different dtypes: {found}; give "
+                             "tools/convert.py a --dtype")
         return dtypes.pop()
 
     def read(self, name: str, offset: Offset, extent: Offset) -> Tensor:
@@ -86,11 +88,11 @@ class TransformersDirectory:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON file of a model directory; ValueError names it."""
     if not path.is_file():
-        raise ValueError(f"{path} is missing: {path.parent} is no transformers model directory")
+        raise ValueError(f"{path} is missing: {path.parent} is no transformers model directory; name one that has it, or {AGAIN}")
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from None
+        raise ValueError(f"{path} is not valid JSON: {error}; {AGAIN}") from None
 
 
 def _weight_files(path: Path) -> list[Path]:
@@ -99,7 +101,7 @@ def _weight_files(path: Path) -> list[Path]:
     names = sorted(set(read_json(path / INDEX)["weight_map"].values()))
     outside = [name for name in names if Path(name).name != name]
     if outside:
-        raise ValueError(f"{path / INDEX} names files outside its directory: {outside}")
+        raise ValueError(f"{path / INDEX} names files outside its directory: {outside}; {AGAIN}")
     return [path / name for name in names]
 
 
@@ -107,4 +109,4 @@ def _check_index(path: Path, files: Mapping[str, Path]) -> None:
     if (path / INDEX).is_file():
         for name, file in read_json(path / INDEX)["weight_map"].items():
             if files.get(name) != path / file:
-                raise ValueError(f"{path / INDEX} puts {name} into {file}, which does not hold it")
+                raise ValueError(f"{path / INDEX} puts {name} into {file}, which does not hold it; {AGAIN}")
