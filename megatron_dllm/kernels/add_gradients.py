@@ -11,8 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .copies import upload
-from .pieces import addresses
+from .pieces import addresses, upload
 
 NUMBERS = 4096  # of a program: 4 warps, 32 numbers a thread
 PROGRAMS = 64  # that clear a buffer
