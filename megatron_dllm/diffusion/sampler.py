@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megatron_dllm.config import GenerationConfig, format_problems, problems_of
 from megatron_dllm.diffusion.random import Stream, words
+from megatron_dllm.kernels.copies import HostCopy, upload
 from megatron_dllm.kernels.launch import takes
 
 # Softmax, logarithm and running sums of a [positions, V] slice are live at once; at V = 262144 a slice of this size holds 128 positions.
@@ -273,24 +274,24 @@ def _denoise_canvas(
     way, the next one is asked for before the host looks at it; a row that settles all the same goes through that one for nothing.
     """
     device = denoiser.device
-    rows, moved_rows = active.tolist(), _moved(active, device)
+    rows, moved_rows = active.tolist(), upload(active, device)
     committed = torch.empty(len(rows), denoiser.canvas_length, dtype=torch.long)
     taken = torch.empty(len(rows), dtype=torch.long)
     slots = torch.arange(len(rows))  # where each row still denoising stands in `committed`
     stability, least = Stability(config.stability_threshold), 0.0
-    canvas, uniforms = (_moved(x, device) for x in (draws.initial_canvas(rows, canvas_index), draws.uniforms(rows, canvas_index, 0)))
+    canvas, uniforms = (upload(x, device) for x in (draws.initial_canvas(rows, canvas_index), draws.uniforms(rows, canvas_index, 0)))
     denoiser.prepare(StepInputs(canvas, None, moved_rows, temperature(0, config), uniforms))
     reading = denoiser.denoise_and_read()
     for step in range(config.max_denoising_steps):
         last = step == config.max_denoising_steps - 1
         # Drawn while the device works.
-        fresh = _moved(draws.fresh_tokens(rows, canvas_index, step), device)
+        fresh = upload(draws.fresh_tokens(rows, canvas_index, step), device)
         accepted = accept(reading.entropy, config.entropy_bound)
         canvas, spread = torch.where(accepted, reading.sample, fresh), reading.entropy.mean(dim=-1)
-        fetched = _Fetched(stability.update(reading.argmax) & (spread < config.confidence_threshold), spread)
+        fetched = HostCopy(stability.update(reading.argmax) & (spread < config.confidence_threshold), spread)
         ahead = None
         if not last:
-            uniforms = _moved(draws.uniforms(rows, canvas_index, step + 1), device)
+            uniforms = upload(draws.uniforms(rows, canvas_index, step + 1), device)
             inputs = StepInputs(canvas, reading.logits, moved_rows, temperature(step + 1, config), uniforms)
             denoiser.prepare(inputs)
             if denoiser.runs_ahead and (step < config.stability_threshold or least >= FAR * config.confidence_threshold):
@@ -305,7 +306,7 @@ def _denoise_canvas(
             if done.all():
                 break
             going = (~done).nonzero()[:, 0]
-            kept = _moved(going, device)
+            kept = upload(going, device)
             slots, rows, moved_rows = slots[going], [rows[i] for i in going.tolist()], moved_rows[kept]
             stability.keep(kept)
             if ahead is None:
@@ -315,29 +316,6 @@ def _denoise_canvas(
         least = spread[~done].min().item()
         reading = denoiser.denoise_and_read() if ahead is None else ahead
     return committed, taken
-
-
-class _Fetched:
-    """Tensors on their way to the CPU."""
-
-    def __init__(self, *tensors: Tensor):
-        self.event, self.tensors = None, tensors
-        if tensors[0].is_cuda:
-            self.tensors = tuple(torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=True) for x in tensors)
-            self.event = torch.cuda.current_stream(tensors[0].device).record_event()
-
-    def wait(self) -> tuple[Tensor, ...]:
-        """They, once they are there; for nothing that was asked for later."""
-        if self.event is not None:
-            self.event.synchronize()
-        return self.tensors
-
-
-def _moved(values: Tensor, device: torch.device) -> Tensor:
-    """`values` on `device`, whose stream copies them in its own time: the host does not wait for what is under way there."""
-    if device.type == "cuda" and not values.is_cuda:
-        return values.pin_memory().to(device, non_blocking=True)
-    return values.to(device)
 
 
 def temperature(step: int, config: GenerationConfig) -> float:

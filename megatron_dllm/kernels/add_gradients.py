@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .pieces import addresses, upload
+from .copies import upload
+from .pieces import addresses
 
 NUMBERS = 4096  # of a program: 4 warps, 32 numbers a thread
 PROGRAMS = 64  # that clear a buffer

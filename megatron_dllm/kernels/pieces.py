@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .copies import upload
+
 CHUNK = 4096  # elements of a program at most: AdamW takes 41.1 ms for 5.65 G elements, with 16384 42.1 (H200)
 ALIGNMENT = 16  # bytes: what a thread reads at once
 
@@ -42,8 +44,3 @@ class Pieces:
 def addresses(tensors: Sequence[Tensor]) -> list[int]:
     """Of their first elements."""
     return [x.data_ptr() for x in tensors]
-
-
-def upload(x: Tensor, device: torch.device) -> Tensor:
-    """`x` on the device, for which the host does not wait."""
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x

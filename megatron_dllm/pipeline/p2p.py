@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..parallel import Group
+from ..parallel.communication import Pending
 from .actions import SEND_KINDS, STARTED_BY, Action
 from .edges import EdgeShape
 
@@ -31,29 +32,12 @@ class Post:
 
 
 @dataclass
-class Transfer:
-    """A transfer under way."""
-
-    tensor: Tensor
-    works: Sequence[dist.Work] = ()
-    on_wait: Callable[[], None] | None = None
-
-    def wait(self) -> Tensor:
-        for work in self.works:
-            work.wait()
-        self.works = ()
-        if self.on_wait is not None:
-            self.on_wait()
-        return self.tensor
-
-
-@dataclass
 class PointToPoint:
     """The transfers of this rank of `group`. `batched`: those of one `start` call are issued as one operation, else one by one."""
 
     group: Group
     batched: bool = True
-    under_way: dict[Action, Transfer] = field(default_factory=dict)
+    under_way: dict[Action, Pending] = field(default_factory=dict)
     _sent_here: deque[Tensor] = field(default_factory=deque)
     _awaited_here: deque[Action] = field(default_factory=deque)
 
@@ -66,7 +50,7 @@ class PointToPoint:
             if post.action.peer == self.group.rank:
                 self._hand_over(post)
             elif post.tensor.numel() == 0:
-                self.under_way[post.action] = Transfer(post.tensor)
+                self.under_way[post.action] = Pending(post.tensor)
             else:
                 remote.append(post)
         if self.batched and len(remote) > 1:
@@ -89,18 +73,18 @@ class PointToPoint:
     def _hand_over(self, post: Post) -> None:
         """A message to ourselves: the n-th one sent is the n-th one received."""
         if post.is_send:
-            self.under_way[post.action] = Transfer(post.tensor)
+            self.under_way[post.action] = Pending(post.tensor)
             self._sent_here.append(post.tensor)
         else:
             self._awaited_here.append(post.action)
         while self._sent_here and self._awaited_here:
-            self.under_way[self._awaited_here.popleft()] = Transfer(self._sent_here.popleft())
+            self.under_way[self._awaited_here.popleft()] = Pending(self._sent_here.popleft())
 
     def _start_one(self, post: Post) -> None:
         function = dist.isend if post.is_send else dist.irecv
         done = self._count(post)
         work = function(post.tensor, self.group.ranks[post.action.peer], group=self.group.handle)
-        self.under_way[post.action] = Transfer(post.tensor, (work,), done)
+        self.under_way[post.action] = Pending(post.tensor, (work,), on_wait=done)
 
     def _start_batch(self, posts: Sequence[Post]) -> None:
         endings = [self._count(post) for post in posts]
@@ -110,7 +94,7 @@ class PointToPoint:
         # One handle for all of them, or one for each.
         each = [works] * len(posts) if len(works) != len(posts) else [(work,) for work in works]
         for post, handles, done in zip(posts, each, endings, strict=True):
-            self.under_way[post.action] = Transfer(post.tensor, handles, done)
+            self.under_way[post.action] = Pending(post.tensor, handles, on_wait=done)
 
     def _count(self, post: Post) -> Callable[[], None]:
         tensor, kind = post.tensor, "send" if post.is_send else "receive"

@@ -1,7 +1,7 @@
 """Evaluation: the losses on fixed draws, apart and by noise level, and a few generations to read."""
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,21 +20,30 @@ from ..models.diffusion_gemma.stages import ModelPipeline
 from .batches import BatchMaker
 from .step import loss_metrics, sum_terms
 
+Beat = Callable[[str], None]
+
+
+def no_beat(what: str) -> None:
+    """For callers that no watchdog watches."""
+
+
 # Evaluations are all made with the canvas length that a schedule ends in, so that they can be compared.
 END_OF_SCHEDULE = 1 << 62
 ANSWERED_TOGETHER = 32  # rows
 
 
 @torch.no_grad()
-def evaluate(model: DiffusionGemma, maker: BatchMaker, num_rows: int, pipeline: ModelPipeline | None = None) -> dict[str, float]:
-    """Mean losses over the first rows of the source, as one batch: the same rows and draws every time."""
+def evaluate(model: DiffusionGemma, maker: BatchMaker, num_rows: int, pipeline: ModelPipeline | None = None,
+             beat: Beat = no_beat) -> dict[str, float]:
+    """Mean losses over the first rows of the source, as one batch: the same rows and draws every time. `beat` is told of each microbatch."""
     rows = evaluation_rows(maker, num_rows)
     batch = maker.batch(rows, iteration=END_OF_SCHEDULE)
     total = None if pipeline is None else pipeline.evaluate(list(batch.microbatches()))
-    for inputs in batch.microbatches() if pipeline is None else ():
+    for number, inputs in enumerate(batch.microbatches() if pipeline is None else ()):
+        beat(f"microbatch {number} of an evaluation")
         terms = model(to_device(inputs, model.context.device))
         total = terms if total is None else total + terms
-    return loss_metrics(sum_terms(sum_terms(total, model.context.dp_cp), model.context.pp))
+    return loss_metrics(sum_terms(total, model.context.dp_cp, model.context.pp))
 
 
 def evaluation_rows(maker: BatchMaker, num_rows: int) -> range:
@@ -45,7 +54,8 @@ def evaluation_rows(maker: BatchMaker, num_rows: int) -> range:
 
 
 @torch.no_grad()
-def score_answers(model: DiffusionGemma, run: RunConfig, source: ExampleSource, tokenizer: Tokenizer) -> dict[str, float]:
+def score_answers(model: DiffusionGemma, run: RunConfig, source: ExampleSource, tokenizer: Tokenizer,
+                  beat: Beat = no_beat) -> dict[str, float]:
     """Answer the first --eval-generations prompts and score them; every rank does the same, so that experts' exchanges meet.
 
     right_answers: share of them; tokens_per_forward. No answer is longer than the longest reference, in whole canvases; a row stops at its
@@ -54,8 +64,11 @@ def score_answers(model: DiffusionGemma, run: RunConfig, source: ExampleSource, 
     examples, _ = choose_examples(run, source, run.evaluation.eval_generations)
     config = replace(run.generation, max_new_tokens=min(run.generation.max_new_tokens, max(len(e.reference) for e in examples)))
     ends = EndTokens(run.model.eos_token_id, run.model.pad_token_id)
-    completions = list(complete(lambda rows: Session(model, rows), [e.prompt for e in examples], config, ends, seed=run.training.seed,
-                                batch_size=ANSWERED_TOGETHER))
+    completions = []
+    for completion in complete(lambda rows: Session(model, rows), [e.prompt for e in examples], config, ends, seed=run.training.seed,
+                               batch_size=ANSWERED_TOGETHER):
+        completions.append(completion)
+        beat(f"answer {len(completions)} of an evaluation")
     score = open_score(run.evaluation.eval_score)
     right = [score(Answer(e.prompt, c.tokens, e.reference, tokenizer)) for e, c in zip(examples, completions, strict=True)]
     return {"right_answers": sum(right) / len(right), "tokens_per_forward": Speed.of(completions, ends.pad_id).tokens_per_forward}

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from ..diffusion.inputs import MTP_GROUP, NOISE_BINS, MicrobatchInputs
 from ..diffusion.losses import LossTerms
+from ..kernels.copies import HostCopy
 from ..models.diffusion_gemma.model import DiffusionGemma
 from ..models.diffusion_gemma.stages import ModelPipeline
 from ..moe.replay import ReplayReport
@@ -57,10 +57,10 @@ def train_step(model: DiffusionGemma, optimizer: MasterOptimizer, microbatches: 
         replay = model.recompute.monitor.report()
         replay.check(model.context)
     num_zeros = optimizer.num_zeros() if count_zeros else None
-    numbers, is_ahead = NumbersUnderWay(total.total, norm), optimizer.algorithm.skips
+    numbers, is_ahead = HostCopy(torch.stack([total.total.double(), norm.double()])), optimizer.algorithm.skips
     if is_ahead:  # the device need not wait until the host has seen the numbers
         optimizer.step(lr, norm, only_if=total.total.isfinite() & norm.isfinite())
-    loss, grad_norm = numbers.wait()
+    loss, grad_norm = numbers.wait()[0].tolist()
     result = StepResult(loss, total, grad_norm, replay, num_zeros)
     if is_ahead and not result.is_finite:
         optimizer.take_back()
@@ -72,25 +72,6 @@ def train_step(model: DiffusionGemma, optimizer: MasterOptimizer, microbatches: 
         if block.moe.router.bias is not None:
             block.moe.router.bias.end_step(model.context, update=result.is_finite)
     return result
-
-
-class NumbersUnderWay:
-    """Numbers of one device, fp64 for the host. It waits for what made them, and not for what the device is given afterwards."""
-
-    def __init__(self, *numbers: Tensor):
-        values = torch.stack([number.double() for number in numbers])
-        self._values, self._is_there = values, None
-        if values.is_cuda:
-            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-            self._values.copy_(values, non_blocking=True)
-            self._is_there = torch.cuda.Event()
-            self._is_there.record()
-
-    def wait(self) -> list[float]:
-        """The numbers, in order."""
-        if self._is_there is not None:
-            self._is_there.synchronize()
-        return self._values.tolist()
 
 
 def forward_backward(model: DiffusionGemma, optimizer: MasterOptimizer, microbatches: Sequence[MicrobatchInputs],
@@ -110,7 +91,7 @@ def forward_backward(model: DiffusionGemma, optimizer: MasterOptimizer, microbat
         optimizer.after_backward()
     else:
         optimizer.finish_gradients()
-    return sum_terms(sum_terms(total, model.context.dp_cp), model.context.pp)
+    return sum_terms(total, model.context.dp_cp, model.context.pp)
 
 
 def _one_after_the_other(model: DiffusionGemma, optimizer: MasterOptimizer, microbatches: Sequence[MicrobatchInputs]) -> LossTerms:
@@ -124,11 +105,11 @@ def _one_after_the_other(model: DiffusionGemma, optimizer: MasterOptimizer, micr
     return total
 
 
-def sum_terms(terms: LossTerms, group: Group) -> LossTerms:
-    """The terms summed over a group, in fp64: counts stay exact."""
+def sum_terms(terms: LossTerms, *groups: Group) -> LossTerms:
+    """The terms summed over one group after the other, in fp64: counts stay exact."""
     names = [field.name for field in dataclasses.fields(LossTerms)]
     parts = [getattr(terms, name).double().reshape(-1) for name in names]
-    summed = communication.all_reduce(torch.cat(parts), group).split([len(part) for part in parts])
+    summed = functools.reduce(communication.all_reduce, groups, torch.cat(parts)).split([len(part) for part in parts])
     return LossTerms(**{name: part.view(getattr(terms, name).shape) for name, part in zip(names, summed, strict=True)})
 
 

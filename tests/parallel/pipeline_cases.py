@@ -155,7 +155,7 @@ def compare(rank: int, case: PipelineCase, tamper=None) -> Found:
     pipeline = ModelPipeline(model, layout, ParallelConfig(pipeline_model_parallel_size=context.pp.size))
     inputs = [make_inputs(case, plan, context.dp.rank, number, context) for number in range(len(plan.microbatches[0]))]
     optimizer = MasterOptimizer(model, OptimizerConfig(), context, distributed=case.distributed_optimizer, algorithm=sgd)
-    evaluated = sum_terms(sum_terms(pipeline.evaluate(inputs), context.dp_cp), context.pp)
+    evaluated = sum_terms(pipeline.evaluate(inputs), context.dp_cp, context.pp)
     terms = forward_backward(model, optimizer, inputs, pipeline)
     scale, worst, seen = max(g.abs().max().item() for g in expected.values()), (0.0, ""), 0
     for piece in optimizer.buckets.pieces():

@@ -5,9 +5,10 @@ import pytest
 import torch
 
 from megatron_dllm.config import OptimizerConfig
+from megatron_dllm.kernels.copies import HostCopy
 from megatron_dllm.training.algorithms import by_kernel
 from megatron_dllm.training.optimizer import MasterOptimizer
-from megatron_dllm.training.step import NumbersUnderWay, train_step
+from megatron_dllm.training.step import train_step
 from tests.unit.kernel_cases import DEVICES, need_kernels
 from tests.unit.toy import CONFIG, toy_inputs, toy_model, toy_plan
 
@@ -48,4 +49,6 @@ def test_steps_ahead_are_those_that_wait():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_numbers_come_as_they_are(dtype, device):
     numbers = [torch.tensor(value, dtype=dtype, device=device) for value in (1 / 3, float("inf"))]
-    assert NumbersUnderWay(*numbers).wait() == [number.item() for number in numbers]
+    copies = HostCopy(*numbers).wait()
+    assert [copy.item() for copy in copies] == [number.item() for number in numbers]
+    assert all(copy.dtype == dtype and copy.device.type == "cpu" for copy in copies)
