@@ -121,14 +121,20 @@ def run_case(case: Case, times: int, launcher: Launcher, *, at_once: int = 1) ->
         print(f"{case.name}: FAILED: {difference}", flush=True)
         return False
     others = changed(here, golden.fingerprint)
-    wrong = compare(runs[0], golden.steps, metrics=case.metrics, num_steps=case.steps, tolerances=case.tolerances if others else None)
-    how = f"to {case.tolerances['default']:g}, since the environment is another: {'; '.join(others)}" if others else "bit for bit"
+    wrong = compare(runs[0], golden.steps, metrics=case.metrics, num_steps=case.steps, tolerances=case.limits if others else None)
+    how = f"{loosely(case)}, since the environment is another: {'; '.join(others)}" if others else "bit for bit"
     if wrong:
         print(f"{case.name}: FAILED: does not match {path.name} {how}: {explain(wrong, runs[0], golden.steps)}", flush=True)
         return False
     equal = f"{times} repeats equal, " if times > 1 else ""
     print(f"{case.name}: {case.steps} steps, {equal}matches {path.name} {how}; {seconds:.0f} s a run", flush=True)
     return True
+
+
+def loosely(case: Case) -> str:
+    """What a comparison with a golden file of another environment holds, and what it does not."""
+    text = f"to {case.tolerances['default']:g}"
+    return f"{text} without {' and '.join(case.exact_only)}" if case.exact_only else text
 
 
 def record_case(case: Case, launcher: Launcher, *, verified: bool, goes_on: bool = False, at_once: int = 1) -> bool:
@@ -167,7 +173,7 @@ def fault(case: Case, runs: Mapping[str, Steps]) -> str:
     if difference := differing(case, done):
         return difference
     # The same layout must give the same bits; another one adds up in another order.
-    limits = None if case.kind == "resume" else case.tolerances
+    limits = None if case.kind == "resume" else case.limits
     whole = runs.get(WHOLE)
     if whole and done and (wrong := compare(done[0], whole, metrics=case.metrics, num_steps=case.steps, tolerances=limits)):
         return f"it is not what an uninterrupted run (here called golden) gives: {explain(wrong, done[0], whole)}"

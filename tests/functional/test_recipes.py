@@ -41,7 +41,7 @@ def test_recipe_that_is_started_as_a_user_does_computes_the_same(tmp_path):
     golden = Golden.read(case.folder / f"golden_cpu_x{case.processes}.json")
     others = changed(fingerprint("cpu", environment), golden.fingerprint)
     first = {step: golden.steps[step] for step in (1, 2)}
-    assert not compare(ours, first, metrics=case.metrics, num_steps=2, tolerances=case.tolerances if others else None)
+    assert not compare(ours, first, metrics=case.metrics, num_steps=2, tolerances=case.limits if others else None)
 
 
 @pytest.mark.slow

@@ -80,6 +80,33 @@ def test_one_ulp_is_found_exactly_and_passes_a_tolerance():
     assert held(planted(13, "num_zeros", 13.0)), "an integer that became a float is another metric"
 
 
+def test_what_is_compared_exactly_only_must_still_be_there_and_finite():
+    loose = LOOSE | {"num_zeros": None}
+    assert held(planted(1, "num_zeros", 1000), tolerances=loose) == [] and held(planted(1, "num_zeros", 1000), tolerances=LOOSE)
+    assert held(planted(1, "num_zeros", None), tolerances=loose) and held(planted(1, "num_zeros", math.nan), tolerances=loose)
+
+
+def unlearned(steps):
+    """A run whose loss stays where it begins."""
+    return {step: {**values, "loss": steps[1]["loss"]} for step, values in steps.items()}
+
+
+def half_as_fast(steps):
+    """A run whose loss falls half as fast."""
+    at = [steps[min(20, max(1, step))]["loss"] for step in range(21)]
+    return {step: {**values, "loss": (at[(step + 1) // 2] + at[step // 2 + 1]) / 2} for step, values in steps.items()}
+
+
+@pytest.mark.parametrize(("fault", "least"), [(unlearned, 15), (half_as_fast, 4)])
+def test_a_recipe_that_learns_otherwise_breaks_the_loose_comparison(fault, least):
+    """Of 20 steps; each golden file with the limits that hold another environment to it."""
+    for case in read_cases():
+        for path in case.folder.glob("golden_*.json"):
+            golden = Golden.read(path).steps
+            wrong = compare(fault(golden), golden, metrics=case.metrics, num_steps=case.steps, tolerances=case.limits)
+            assert len(wrong) >= least and {difference.metric for difference in wrong} == {"loss"}, f"{path}: {len(wrong)} of 20 steps"
+
+
 def test_nan_in_the_golden_file_is_found_too():
     bad = planted(3, "loss", math.nan)
     assert held(bad, golden=bad)
@@ -117,7 +144,8 @@ def test_every_case_reads_and_has_a_whole_golden_file():
 
 @pytest.mark.parametrize(
     ("change", "text"),
-    [("kind: often\n", "regular, resume"), ("speed: 3\n", "speed"), ("repeats: 1\n", "repeats nothing"), ("recipe: no.sh\n", "no recipe")],
+    [("kind: often\n", "regular, resume"), ("speed: 3\n", "speed"), ("repeats: 1\n", "repeats nothing"),
+     ("exact_only: [speed]\n", "exact_only speed: no such metric; write some of loss"), ("recipe: no.sh\n", "no recipe")],
 )
 def test_read_case_names_what_is_wrong(tmp_path, change, text):
     plain = "metrics: [loss]\ntolerances: {default: 1}\nverify: []\n"

@@ -30,6 +30,7 @@ class Case:
         kind         regular: one run. resume: stopped after `stop_after` steps and taken up again, held to the golden values of a run that
                      was not. reshard: taken up again as `then` says, in another layout.
         tolerances   largest relative differences to a golden file of another environment, "default" among them
+        exact_only   metrics that are compared in the golden file's own environment alone: in another one they tell nothing
         verify       arguments of tools/verify.py that hold this layout to one process in float64; recording runs it
         seconds      what a run may take on a quiet machine of two cores
     """
@@ -48,6 +49,12 @@ class Case:
     environment: Mapping[str, str] = field(default_factory=dict)
     flags: tuple[str, ...] = ()
     then: Part = Part()
+    exact_only: tuple[str, ...] = ()
+
+    @property
+    def limits(self) -> dict[str, float | None]:
+        """What holds a run of another environment to the golden file; None: not compared."""
+        return {**self.tolerances, **dict.fromkeys(self.exact_only)}
 
     @property
     def folder(self) -> Path:
@@ -67,7 +74,7 @@ def read_case(path: Path) -> Case:
     if missing := sorted({"recipe", "metrics", "tolerances", "verify"} - text.keys()):
         raise ValueError(f"{path}: {', '.join(missing)} missing; write them")
     values = dict(text)
-    for name in ("metrics", "verify", "flags"):
+    for name in ("metrics", "verify", "flags", "exact_only"):
         values[name] = tuple(map(str, values.get(name) or ()))
     values["environment"] = _texts(values.get("environment"))
     then = values.pop("then", None) or {}
@@ -76,6 +83,8 @@ def read_case(path: Path) -> Case:
         raise ValueError(f"{path}: kind {case.kind!r}: write one of {', '.join(KINDS)}")
     if "default" not in case.tolerances:
         raise ValueError(f"{path}: tolerances have no default; write one")
+    if unknown := sorted(set(case.exact_only) - set(case.metrics)):
+        raise ValueError(f"{path}: exact_only {', '.join(unknown)}: no such metric; write some of {', '.join(case.metrics)}")
     if case.repeats < 2:
         raise ValueError(f"{path}: repeats {case.repeats}: one run repeats nothing; write at least 2")
     if not (ROOT / case.recipe).is_file():

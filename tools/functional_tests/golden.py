@@ -113,13 +113,13 @@ def relative(ours: Value, golden: Value) -> float:
 
 
 def compare(ours: Steps, golden: Steps, *, metrics: Sequence[str], num_steps: int,
-            tolerances: Mapping[str, float] | None) -> list[Difference]:
+            tolerances: Mapping[str, float | None] | None) -> list[Difference]:
     """Everything that is wrong with `ours`, empty if nothing is, by step.
 
     metrics     each step must have all of them
     num_steps   the run must have the steps 1 to num_steps and no others
     tolerances  None: every value must equal the golden one bit for bit; else the largest relative difference, by metric ("default" for
-                those that it does not name)
+                those that it does not name), None of a metric that need only be there and finite
     """
     wrong: list[Difference] = []
     expected = set(range(1, num_steps + 1))
@@ -132,7 +132,7 @@ def compare(ours: Steps, golden: Steps, *, metrics: Sequence[str], num_steps: in
 
 
 def _compare_step(step: int, ours: Mapping[str, Value], golden: Mapping[str, Value], metrics: Sequence[str],
-                  tolerances: Mapping[str, float] | None) -> list[Difference]:
+                  tolerances: Mapping[str, float | None] | None) -> list[Difference]:
     wrong = []
     for name in sorted({*metrics, *ours, *golden}):
         missing = [side for side, values in (("ours", ours), ("the golden file", golden)) if name not in values]
@@ -142,11 +142,14 @@ def _compare_step(step: int, ours: Mapping[str, Value], golden: Mapping[str, Val
         a, b = ours[name], golden[name]
         if not (math.isfinite(a) and math.isfinite(b)):
             wrong.append(Difference(step, name, "not finite", a, b))
-        elif tolerances is None:
+            continue
+        if tolerances is None:
             # Types too: an integer that became a float is another metric. -0.0 is not 0.0.
             if to_text(a) != to_text(b):
                 wrong.append(Difference(step, name, "not bit-equal", a, b))
-        elif relative(a, b) > (limit := tolerances.get(name.partition(OPTIONAL_MARK)[0], tolerances["default"])):
+            continue
+        limit = tolerances.get(name.partition(OPTIONAL_MARK)[0], tolerances["default"])
+        if limit is not None and relative(a, b) > limit:
             wrong.append(Difference(step, name, f"further apart than {limit:g}", a, b))
     return wrong
 
