@@ -77,8 +77,8 @@ class TrainingConfig:
         "draft is made beforehand without gradient, and it goes with the clean tokens, which so go forward twice, while weights are read "
         "once less in the backward; joint: as shared, with one backward for both passes (a rank, or a pipeline's stage, needs all experts "
         "and tokens, and nothing may be computed again; microbatches of texts too long for it on a CPU go shared); auto: with --bf16 on a "
-        "GPU that has all layers joint where it can be, else apart where that costs less (on a GPU few tokens beside many experts, on a "
-        "CPU few tokens before the drafts). The loss is the same.",
+        "GPU joint where it can be, else apart where that costs less (on a GPU few tokens beside many experts, on a CPU few tokens before "
+        "the drafts). The loss is the same.",
         "auto",
     )
     cuda_graph_impl: Literal["none", "local"] = flag(

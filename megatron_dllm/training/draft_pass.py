@@ -4,10 +4,9 @@
     apart    [seen ; draft], without gradient, and [clean ; canvas]     one backward
     joint    [clean ; draft] and [canvas]           one backward, of [clean ; canvas]
 
-Joint is the least work, and on a GPU that has all layers is taken wherever it can be: it has to know what layers keep for their backward
-(transformer/joint_backward.py), so nothing may be computed again, be elsewhere, or be another package's. Over the stages of a pipeline,
-each of which joins the passes of its own layers, it is taken where it is asked for. On a CPU what it does more takes as long as what it
-spares.
+Joint is the least work, and on a GPU is taken wherever it can be: it has to know what layers keep for their backward (transformer/
+joint_backward.py), so nothing may be computed again, be elsewhere, or be another package's. Stages of a pipeline join the passes of their
+own layers. On a CPU what it does more takes as long as what it spares.
 
 Of the others: `seen` are the clean tokens that drafts see, which so go forward twice. In exchange the backward reads the experts' weights
 once instead of twice. Where tokens are few that is more: 128 experts of 3 x 2816 x 704 numbers are 1.5 GB, which an H200 reads in 0.33 ms,
@@ -141,8 +140,7 @@ def is_short(sizes: PassSizes, window: int) -> bool:
 
 def wants_joint(run: RunConfig, *, on_gpu: bool) -> bool:
     """Whether --draft-pass takes one backward where it can be had."""
-    wanted = run.training.draft_pass
-    return wanted == "joint" or wanted == "auto" and on_gpu and run.parallel.pipeline_model_parallel_size == 1
+    return run.training.draft_pass == "joint" or run.training.draft_pass == "auto" and on_gpu
 
 
 def may_be_joint(run: RunConfig, device: torch.device) -> bool:

@@ -40,7 +40,7 @@ def compare(rank, case, **options):
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name == SLOW else pytest.mark.full) for name in (
-    SLOW, "pp2 vpp2, MTP, mHC", "pp2 vpp2, MTP, mHC, one backward", "dp2, auxiliary loss", "tp2+sp ep2", "cp2")])
+    SLOW, "pp2 vpp2, MTP, mHC", "pp2 vpp2, MTP, mHC, two backwards", "dp2, auxiliary loss", "tp2+sp ep2", "cp2")])
 def test_replayed_steps_are_ordinary_steps(world, name):
     for figures in world.run(partial(compare, case=CASES[name], steps=3), size=CASES[name].ranks, timeout=120):
         assert all(figure.holds for figure in figures), figures

@@ -48,6 +48,8 @@ COMMON = ("--preset", "toy", "--num-layers", "4", "--layer-types", "sliding*3,fu
 BOUND = ("--moe-max-tokens-per-rank", str(LENGTH + CANVAS))
 EP2, TP2, CP2 = (("--" + name, "2") for name in ("expert-model-parallel-size", "tensor-model-parallel-size", "context-parallel-size"))
 ONE_FORM = ("--self-conditioning-prob", "0.5", "--cuda-graph-token-multiple", str(LENGTH), "--cuda-graph-canvas-multiple", "3")
+SHARED, JOINT = ("--draft-pass", "shared"), ("--draft-pass", "joint")
+STREAMS = ("--enable-mhc-connections", "--mhc-num-residual-streams", "4")
 PP2 = ("--pipeline-model-parallel-size", "2", "--pipeline-model-parallel-layout")
 
 
@@ -76,15 +78,13 @@ CASES = (
     Case("cp2", 2, (*CP2, "--use-distributed-optimizer")),
     Case("cp2, a2a", 2, (*CP2, "--cp-comm-type", "a2a", "--cp-comm-type-sliding", "a2a")),
     Case("cp2, all_gather", 2, (*CP2, "--cp-comm-type", "all_gather", "--cp-comm-type-sliding", "all_gather")),
-    Case("pp2", 2, (*PP2, "Ett|ttL")),
+    Case("pp2", 2, (*PP2, "Ett|ttL", *JOINT)),
     Case("pp2, messages one by one", 2, (*PP2, "Ett|ttL", "--no-batch-p2p-communication")),
-    Case("pp2 vpp2, MTP, mHC", 2, (*PP2, "Et|t||ttmL", "--mtp-num-layers", "1", "--enable-mhc-connections", "--mhc-num-residual-streams",
-                                   "4")),
+    Case("pp2 vpp2, MTP, mHC", 2, (*PP2, "Et|t||ttmL", "--mtp-num-layers", "1", *STREAMS, *JOINT)),
     Case("pp2 vpp2, full recompute", 2, (*PP2, "Et|t|t|tL", "--recompute-granularity", "full")),
     Case("pp2, adapters", 2, (*PP2, "Ett|ttL", "--lora-rank", "4")),
-    Case("pp2, one backward", 2, (*PP2, "Ett|ttL", "--draft-pass", "joint")),
-    Case("pp2 vpp2, MTP, mHC, one backward", 2, (*PP2, "Et|t||ttmL", "--mtp-num-layers", "1", "--enable-mhc-connections",
-                                                 "--mhc-num-residual-streams", "4", "--draft-pass", "joint")),
+    Case("pp2, two backwards", 2, (*PP2, "Ett|ttL", *SHARED)),
+    Case("pp2 vpp2, MTP, mHC, two backwards", 2, (*PP2, "Et|t||ttmL", "--mtp-num-layers", "1", *STREAMS, *SHARED)),
     Case("ep2 alltoall, texts of all lengths", 2, (*EP2, "--moe-max-tokens-per-rank", str(LENGTH + 3 * CANVAS), *ONE_FORM), varied=True),
     Case("pp2, texts of all lengths", 2, (*PP2, "Ett|ttL", *ONE_FORM, "--self-conditioning-null", "uniform"), varied=True),
     Case("tp2+sp pp2 ep2", 4, (*TP2, "--sequence-parallel", *EP2, *BOUND, *PP2, "Ett|ttL")),
