@@ -49,10 +49,8 @@ class Edge(StrEnum):
 
 COMPUTE_KINDS = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT, Kind.EMBEDDING_GRADIENT})
 SEND_KINDS = frozenset({Kind.SEND, Kind.WAIT_SEND})
-RECEIVE_KINDS = frozenset({Kind.RECEIVE, Kind.WAIT_RECEIVE})
 POST_KINDS = frozenset({Kind.SEND, Kind.RECEIVE})
 WAIT_KINDS = frozenset({Kind.WAIT_SEND, Kind.WAIT_RECEIVE})
-TRANSFER_KINDS = POST_KINDS | WAIT_KINDS
 # The transfer that a wait completes.
 STARTED_BY = {Kind.WAIT_SEND: Kind.SEND, Kind.WAIT_RECEIVE: Kind.RECEIVE}
 
