@@ -11,12 +11,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_dllm.kernels.launch import takes
+from megatron_dllm.kernels.precision import accumulation_dtype
 from megatron_dllm.parallel import communication
 from megatron_dllm.parallel.collectives import sum_grad_over
 from megatron_dllm.parallel.context import Group
 
 from .shared_gradient import GradientSum, SharedWeight, scale_and_round
-from .vocabulary import VocabularyRange, at_least_fp32, check_tokens, product, token_chunks
+from .vocabulary import VocabularyRange, check_tokens, product, token_chunks
 
 HIDDEN = -1e30  # the logit of a row of fill: finite, as a rank may have no other
 
@@ -231,7 +232,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, targets, token_weights, observed, bonus, head, wants, ticket, gradient):
         wants_hidden, wants_weight = wants
-        dtype = at_least_fp32(weight)
+        dtype = accumulation_dtype(weight.dtype)
         own_rows = weight[: head.own.size]
         per_token = hidden.new_empty(hidden.shape[0], dtype=dtype)
         correct = hidden.new_empty(hidden.shape[0], dtype=torch.bool)

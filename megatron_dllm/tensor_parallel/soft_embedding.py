@@ -9,11 +9,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_dllm.kernels.launch import takes
+from megatron_dllm.kernels.precision import accumulation_dtype
 from megatron_dllm.parallel import communication
 from megatron_dllm.parallel.context import Group
 
 from .shared_gradient import GradientSum, SharedWeight
-from .vocabulary import VocabularyRange, at_least_fp32, capped_logits, product, token_chunks
+from .vocabulary import VocabularyRange, capped_logits, product, token_chunks
 
 KEPT_BYTES = 1 << 29  # 1024 tokens of 262144 rows in 16 bits
 
@@ -110,7 +111,7 @@ class _SoftEmbedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, head, ticket, gradient):
         own_rows, steps = weight[: head.own.size], _steps(hidden, weight)
-        largest, factor = (hidden.new_empty(hidden.shape[0], dtype=at_least_fp32(weight)) for _ in range(2))
+        largest, factor = (hidden.new_empty(hidden.shape[0], dtype=accumulation_dtype(weight.dtype)) for _ in range(2))
         result, kept = torch.empty_like(hidden), None
         chunks = list(token_chunks(hidden.shape[0], weight, head.chunk_bytes))
         for chunk in chunks:

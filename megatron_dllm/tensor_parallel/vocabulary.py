@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_dllm.kernels.precision import accumulation_dtype
 from megatron_dllm.parallel.context import Group
 
 CHUNK_BYTES, CHUNK_BYTES_ON_GPU = 1 << 29, 1 << 31
@@ -50,7 +51,7 @@ def token_chunks(num_tokens: int, weight: Tensor, chunk_bytes: int | None, *, is
     if chunk_bytes is None:
         on_gpu = CHUNK_BYTES_OF_TRAINED if is_trained else CHUNK_BYTES_ON_GPU
         chunk_bytes = on_gpu if weight.is_cuda else CHUNK_BYTES
-    step = max(1, chunk_bytes // (weight.shape[0] * at_least_fp32(weight).itemsize))
+    step = max(1, chunk_bytes // (weight.shape[0] * accumulation_dtype(weight.dtype).itemsize))
     return (slice(start, min(start + step, num_tokens)) for start in range(0, num_tokens, step))
 
 
@@ -60,14 +61,9 @@ def capped_logits(hidden: Tensor, rows: Tensor, softcap: float | None) -> Tensor
     return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
 
 
-def at_least_fp32(x: Tensor) -> torch.dtype:
-    """The dtype for sums over `x`: fp32, or fp64 for fp64."""
-    return torch.promote_types(x.dtype, torch.float32)
-
-
 def product(a: Tensor, b: Tensor) -> Tensor:
     """a @ b in fp32 at least, not rounded to the inputs' dtype on the way."""
-    dtype = at_least_fp32(a)
+    dtype = accumulation_dtype(a.dtype)
     if a.dtype == dtype:
         return a @ b
     # A GPU's tensor cores take bf16 and give fp32; on a CPU bf16 matrices are cast (the same products, exactly).

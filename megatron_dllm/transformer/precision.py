@@ -4,10 +4,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """fp32 for 16-bit types, the type itself otherwise."""
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+from ..kernels.precision import accumulation_dtype
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
