@@ -43,8 +43,8 @@ def samples_fill_a_batch(samples: int | None, batch: int) -> Fault | None:
     return Fault("the samples do not fill one batch", f"set --train-samples to at least {batch}", {"train_samples": batch})
 
 
-@check("objective", "diffusion_loss", "noise_min")
-def reweighting_is_bounded(objective: str, loss: str, noise_min: float) -> Fault | None:
+@check("diffusion_loss", "noise_min")
+def reweighting_is_bounded(loss: str, noise_min: float) -> Fault | None:
     if not loss.startswith("reweighted") or noise_min < 0.5:
         return None
     return Fault("1 / (1 - t) is bounded by t <= 1 - noise_min, which leaves no range", "set --noise-min below 0.5", {"noise_min": 1e-3})

@@ -23,10 +23,9 @@ AGAIN = "download the directory again (hf download REPO --local-dir DIR)"
 
 @dataclass(frozen=True)
 class TransformersDirectory:
-    """An opened directory: its configuration, as given and as ours; which file holds each of its tensors, and what each is."""
+    """An opened directory: its configuration; which file holds each of its tensors, and what each is."""
 
     path: Path
-    raw_config: dict[str, Any]
     config: ModelConfig
     files: Mapping[str, Path]
     specs: Mapping[str, TensorSpec]
@@ -36,8 +35,7 @@ class TransformersDirectory:
         """ValueError that names the file or tensor: no directory of this model, a truncated shard, a tensor that is missing or misshapen.
         """
         path = Path(path)
-        raw = read_json(path / CONFIG)
-        config = ModelConfig.from_transformers(raw)
+        config = ModelConfig.from_transformers(read_json(path / CONFIG))
         files, specs = {}, {}
         for file in _weight_files(path):
             for spec in read_specs(file):
@@ -46,7 +44,7 @@ class TransformersDirectory:
                 files[spec.name], specs[spec.name] = file, spec
         _check_index(path, files)
         check_names({name: spec.shape for name, spec in specs.items()}, config, str(path))
-        return cls(path, raw, config, files, specs)
+        return cls(path, config, files, specs)
 
     @cached_property
     def links(self) -> Mapping[str, Link]:
