@@ -57,13 +57,14 @@ class CheckpointWriter:
     """Saves checkpoints into a folder. Every rank of `world` makes the same calls.
 
     With `in_background`, `save` returns when the state has been copied; call `poll` once a step: it gives the outcome when there is one.
+    `observe` is told of each phase, `on_tensor` of each tensor as it is written, in the background from there.
     One save runs at a time: another `save` waits for the one before.
     """
 
     def __init__(self, folder: Path, world: Group | None = None, *, in_background: bool = False, retention: Retention | None = None,
-                 observe: Observe = lambda phase: None):
+                 observe: Observe = lambda phase: None, on_tensor: Observe = lambda key: None):
         self.folder, self.world = folder, world or Group.single("world")
-        self.in_background, self.retention, self.observe = in_background, retention or Retention(), observe
+        self.in_background, self.retention, self.observe, self.on_tensor = in_background, retention or Retention(), observe, on_tensor
         self._plan: SharedPlan | None = None
         self._staged: dict[MetadataIndex, Tensor] = {}
         self._thread = ThreadPoolExecutor(1, "checkpoint") if in_background else None
@@ -179,7 +180,12 @@ class CheckpointWriter:
         """Write this rank's files. A single process also publishes: nobody has to be waited for."""
         self.observe("writing")
         writer = SafetensorsWriter(running.draft.path, self.world.rank)
-        writer.write_data(running.plan.own, _Resolver(resolve)).wait()
+
+        def resolve_next(item: WriteItem) -> Tensor:
+            self.on_tensor(item.index.fqn)
+            return resolve(item)
+
+        writer.write_data(running.plan.own, _Resolver(resolve_next)).wait()
         files = dict(writer.records)
         if self.is_main:
             self.observe("index")

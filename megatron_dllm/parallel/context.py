@@ -21,6 +21,7 @@ class Sent:
 @dataclass
 class CommunicationLog:
     """What this rank has sent: calls and bytes by (kind, group), counted in the call itself; and what is under way.
+    `started` counts over the whole run.
 
     Bytes are those that leave this rank under a bandwidth-optimal (ring) algorithm.
     """
@@ -29,15 +30,15 @@ class CommunicationLog:
     sent_bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
     under_way: dict[int, str] = field(default_factory=dict)
     last: str = "nothing yet"
-    _started: int = 0
+    started: int = 0
 
     def start(self, kind: str, group_name: str, sent_bytes: int, description: str) -> Callable[[], None]:
         """Count a call; returns what to call when it has ended."""
         self.calls[kind, group_name] += 1
         self.sent_bytes[kind, group_name] += sent_bytes
         self.last = description
-        self._started += 1
-        key = self._started
+        self.started += 1
+        key = self.started
         self.under_way[key] = description
         return lambda: self.under_way.pop(key, None)
 

@@ -35,7 +35,7 @@ ANSWERED_TOGETHER = 32  # rows
 @torch.no_grad()
 def evaluate(model: DiffusionGemma, maker: BatchMaker, num_rows: int, pipeline: ModelPipeline | None = None,
              beat: Beat = no_beat) -> dict[str, float]:
-    """Mean losses over the first rows of the source, as one batch: the same rows and draws every time. `beat` is told of each microbatch."""
+    """Mean losses over the first rows of the source, as one batch: the same rows and draws every time. `beat` hears of each microbatch."""
     rows = evaluation_rows(maker, num_rows)
     batch = maker.batch(rows, iteration=END_OF_SCHEDULE)
     total = None if pipeline is None else pipeline.evaluate(list(batch.microbatches()))

@@ -24,7 +24,7 @@ from ..transformer_engine import choices
 from . import out_of_memory
 from .batches import BatchMaker, PreparedBatch, training_batches
 from .draft_pass import choice_of_passes
-from .evaluation import evaluate, sample_generations, score_answers
+from .evaluation import Beat, evaluate, no_beat, sample_generations, score_answers
 from .folders import check_folders
 from .graphs import graphed
 from .logging import RunLogger
@@ -49,7 +49,7 @@ PATIENCE = 0.9
 class Watch:
     """beat: to be called on progress; standing: where the ranks of a pipeline stand, a line each (rank 0 knows of all)."""
 
-    beat: Callable[[str], None]
+    beat: Beat
     standing: Callable[[], Sequence[str]]
 
 
@@ -128,7 +128,7 @@ class Trainer:
         with (RunStatus(self.run_dir, rank=rank, total_iterations=self.total_iterations, iteration=start) as status,
               RunLogger(self.run_dir, self.run.logging, rank=rank, total_iterations=self.total_iterations, resumed_iteration=start,
                         arguments=to_flags(self.run)) as logger,
-              self._watch() as watch,
+              self._watch(status) as watch,
               SignalWatcher(exit_signal=training.exit_signal,
                             on_request=lambda name: logger.message("\n".join(
                                 [f"{name}: finishing this step, then saving and stopping", *watch.standing()])),
@@ -139,7 +139,7 @@ class Trainer:
             if training.cuda_graph_impl == "local":
                 graphs = graphed(self.model, limit=training.cuda_graph_limit, message=logger.message, pipeline=self.pipeline,
                                  optimizer=self.optimizer, sums_load=self.run.moe.moe_aux_loss_coeff > 0)
-            saver = Saver(self, logger, status, restored.base)
+            saver = Saver(self, logger, status, restored.base, watch.beat)
             policy = StopPolicy(training.exit_interval, training.exit_duration_in_mins, time.monotonic())
             meter = Throughput(num_devices=self.context.world.size, peak=self._peak(), with_operations=self.run.logging.log_throughput)
             spikes, ranks = NormSpikes(self.run.logging.log_grad_norm_spike), RankTimes(self.context)
@@ -159,7 +159,7 @@ class Trainer:
                 watch.beat(f"iteration {iteration}")
                 status.progress(iteration)
                 self._report(iteration, result, meter, logger, skipped, ranks)
-                self._evaluate(iteration, logger, saver)
+                self._evaluate(iteration, logger, saver, watch.beat)
                 saver.after(iteration)
                 reason = agree(policy.reason(iteration, now=time.monotonic(), signal_name=signals.requested), self.context)
                 if reason and iteration < self.total_iterations:
@@ -208,16 +208,18 @@ class Trainer:
             **routing, **meter.drain(), **ranks.drain(),
             **memory_metrics(self.context.device)})
 
-    def _evaluate(self, iteration: int, logger: RunLogger, saver: Saver) -> None:
+    def _evaluate(self, iteration: int, logger: RunLogger, saver: Saver, beat: Beat) -> None:
         evaluation = self.run.evaluation
         if self.valid is None or (iteration % evaluation.eval_interval and iteration != self.total_iterations):
             return
         self.model.eval()
         self.optimizer.finish_gathers()
-        metrics = evaluate(self.model, self.valid, evaluation.eval_iters * self.run.training.global_batch_size, self.pipeline)
+        rows = evaluation.eval_iters * self.run.training.global_batch_size
+        metrics = evaluate(self.model, self.valid, rows, self.pipeline, beat)
         if evaluation.eval_generations is not None:
-            metrics |= score_answers(self.model, self.run, self.sources.valid, self.tokenizer)
+            metrics |= score_answers(self.model, self.run, self.sources.valid, self.tokenizer, beat)
         logger.log_evaluation(iteration, metrics)
+        beat(f"the evaluation after iteration {iteration}")
         # No rank of a pipeline has the whole model that generation needs.
         if self.run.objective.objective != "ar" and self.pipeline is None:
             for sample in sample_generations(self.model, self.run, self.sources.valid, self.tokenizer, LOGGED_GENERATIONS):
@@ -225,16 +227,16 @@ class Trainer:
         saver.after_evaluation(iteration, metrics)
 
     @contextmanager
-    def _watch(self) -> Iterator[Watch]:
+    def _watch(self, status: RunStatus) -> Iterator[Watch]:
         """Among several processes one that waits for a lost one would wait in silence."""
         if self.context.world.size == 1:
-            yield Watch(lambda what: None, tuple)
+            yield Watch(no_beat, tuple)
             return
         seconds = PATIENCE * 60 * self.run.parallel.distributed_timeout_minutes
         with ExitStack() as stack:
             standing = tuple if self.pipeline is None else stack.enter_context(self.pipeline.board()).lines
             watchdog = stack.enter_context(
-                Watchdog(self.context.log, rank=self.context.world.rank, seconds=seconds, standing=standing))
+                Watchdog(self.context.log, rank=self.context.world.rank, seconds=seconds, standing=standing, tell=status.failed))
             try:
                 yield Watch(watchdog.beat, standing)
             except RuntimeError:  # such as a transfer whose other end is gone

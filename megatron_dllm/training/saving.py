@@ -25,6 +25,7 @@ from ..models.diffusion_gemma.transformers_directory import CONFIG, Transformers
 from ..models.diffusion_gemma.transformers_export import Export, save_assets
 from ..parallel.gathering import gather_whole
 from ..parallel.placement import cut_rectangle
+from .evaluation import Beat
 from .folders import BEST, is_iteration
 from .logging import RunLogger
 from .status import RunStatus
@@ -188,10 +189,11 @@ def _assets_folder(trainer: Trainer) -> Path | None:
 class Saver:
     """Saves a run's checkpoints and exports as its flags say, and keeps status.json. Every rank makes the same calls.
 
-    A save that fails on the way is reported, and the run goes on; one at its end raises.
+    A save that fails on the way is reported, and the run goes on; one at its end raises. `beat` is told of each phase and tensor.
     """
 
-    def __init__(self, trainer: Trainer, logger: RunLogger, status: RunStatus, base: Mapping[str, str]):
+    def __init__(self, trainer: Trainer, logger: RunLogger, status: RunStatus, base: Mapping[str, str], beat: Beat):
+        self.beat = beat
         self.trainer, self.logger, self.status, self.options, self.base = trainer, logger, status, trainer.run.checkpoint, base
         self.is_main = trainer.context.world.rank == 0
         self.saved: Path | None = None
@@ -203,7 +205,11 @@ class Saver:
 
     def _writer(self, folder: Path) -> CheckpointWriter:
         retention = Retention(self.options.save_total_limit, self.options.save_retain_interval)
-        return CheckpointWriter(folder, self.trainer.context.world, in_background=self.options.async_save, retention=retention)
+        return CheckpointWriter(folder, self.trainer.context.world, in_background=self.options.async_save, retention=retention,
+                                observe=self._observe, on_tensor=self._observe)
+
+    def _observe(self, what: str) -> None:
+        self.beat(f"{what} of a checkpoint")
 
     def _announce(self, folder: Path) -> None:
         """The size of a checkpoint, and the room there is."""
@@ -228,7 +234,8 @@ class Saver:
         loss = metrics["loss"]
         if self.options.save_best and self.options.save and loss < self.best_loss:
             folder = Path(self.options.save) / BEST
-            writer = CheckpointWriter(folder, self.trainer.context.world, retention=Retention(total_limit=1))
+            writer = CheckpointWriter(folder, self.trainer.context.world, retention=Retention(total_limit=1), observe=self._observe,
+                                      on_tensor=self._observe)
             outcome, = writer.save(self._state(iteration), state_shards(self.trainer), to_arguments_text(self.trainer.run))
             if outcome.path is None:
                 self.logger.message(f"the best model so far could not be saved: {outcome.error}")
@@ -292,7 +299,7 @@ class Saver:
         """
         self.trainer.optimizer.finish_gathers()
         run, assets = self.trainer.run, _assets_folder(self.trainer)
-        gathered = _GatheredTensors(self.trainer)
+        gathered = _GatheredTensors(self.trainer, self.beat)
         if self.trainer.has_adapters:
             self._export_adapters(path, gathered)
             return
@@ -318,11 +325,12 @@ class Saver:
 class _GatheredTensors:
     """Whole tensors of the model, one at a time; every rank asks for the same ones in the same order."""
 
-    def __init__(self, trainer: Trainer):
-        self.tensors, self.context = dict(named_tensors(trainer.model)), trainer.context
+    def __init__(self, trainer: Trainer, beat: Beat):
+        self.tensors, self.context, self.beat = dict(named_tensors(trainer.model)), trainer.context, beat
         self.name, self.tensor = "", None
 
     def whole(self, name: str) -> Tensor:
+        self.beat(f"{name} of an export")
         if name != self.name:
             tensor = self.tensors[name].detach()
             placement = getattr(self.tensors[name], "placement", None)

@@ -5,6 +5,8 @@ import json
 import math
 import os
 import socket
+import sys
+import threading
 import time
 from pathlib import Path
 
@@ -65,8 +67,11 @@ class RunStatus:
     def failed(self, reason: str) -> None:
         """The run ended by an error, at the iteration and with the checkpoint last told."""
         self._record |= {"state": "failed", "reason": reason}
-        if not self._failed_already():
-            self._write()
+        try:
+            if not self._failed_already():
+                self._write()
+        except (OSError, ValueError) as error:  # the reason itself must not be lost over it
+            sys.stderr.write(f"status.json cannot say that the run failed: {error}\n")
 
     def _failed_already(self) -> bool:
         return self._path is not None and self._path.exists() and read_status(self._path)["state"] == "failed"
@@ -82,8 +87,8 @@ class RunStatus:
         if self._path is None:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        # The name carries host, process and rank: two ranks that fail together must not write one temporary file.
-        temporary = self._path.with_name(f".status.{self._record['host']}.{os.getpid()}.tmp")
+        # The name carries host, process and thread: two ranks that fail together must not write one temporary file.
+        temporary = self._path.with_name(f".status.{self._record['host']}.{os.getpid()}.{threading.get_ident()}.tmp")
         with open(temporary, "w", encoding="utf-8") as file:
             json.dump(self._record | {"updated_at": _now()}, file, indent=1)
             file.write("\n")

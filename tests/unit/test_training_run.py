@@ -1,4 +1,5 @@
 """Whole runs on one process: resume bit for bit, dtypes, refused updates, signals of how it ended."""
+import contextlib
 import dataclasses
 import json
 import re
@@ -12,7 +13,7 @@ import pretrain_dllm
 from megatron_dllm.checkpoint import store
 from megatron_dllm.config import parse
 from megatron_dllm.parallel import ParallelContext
-from megatron_dllm.training.loop import Trainer, TrainingFailed
+from megatron_dllm.training.loop import Trainer, TrainingFailed, Watch
 from megatron_dllm.training.metrics_file import read_metrics
 from megatron_dllm.training.status import read_status
 
@@ -154,3 +155,14 @@ def test_folders_that_cannot_be_written_to_are_named(tmp_path, capsys, flag):
     folder = tmp_path / "file" / "run"
     assert pretrain_dllm.main([*FLAGS, "--train-iters", "1", flag, str(folder)]) == 2
     assert re.search(f"error: {flag} {folder} cannot be written to: .*Not a directory", capsys.readouterr().err)
+
+
+def test_whatever_takes_long_is_progress(tmp_path, monkeypatch):
+    """An evaluation's microbatches and answers, a save's and an export's tensors: beats for the watchdog between two steps."""
+    beats = []
+    monkeypatch.setattr(Trainer, "_watch", lambda *_: contextlib.nullcontext(Watch(beats.append, tuple)))
+    run(tmp_path / "run", "--train-iters", "1", "--eval-interval", "1", "--eval-iters", "2", "--eval-generations", "2",
+        "--eval-score", "exact", "--save-best", "--save-hf", str(tmp_path / "hf"))
+    names = {"microbatch": 4, "answer": 2, "of a checkpoint": 2 * 100, "of an export": 20}
+    counts = {name: sum(name in beat for beat in beats) for name in names}
+    assert all(counts[name] >= least for name, least in names.items()), counts

@@ -4,6 +4,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -269,6 +270,14 @@ def test_run_status_keeps_the_first_failure(tmp_path):
             raise ValueError("the cause")
         raise RuntimeError("connection closed by peer")
     assert status_of(tmp_path)["reason"] == "ValueError: the cause"
+
+
+def test_run_status_that_cannot_be_written_hides_no_failure(tmp_path, capsys):
+    with pytest.raises(KeyError, match="the cause"), RunStatus(tmp_path / "run", rank=0, total_iterations=10):
+        shutil.rmtree(tmp_path / "run")
+        (tmp_path / "run").write_text("no folder any more")
+        raise KeyError("the cause")
+    assert "status.json cannot say that the run failed: " in capsys.readouterr().err
 
 
 def test_run_status_of_another_rank_writes_only_failures(tmp_path):
