@@ -7,12 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_dllm.config import PRESETS, LoRAConfig, ObjectiveConfig, parse
+from megatron_dllm.config import PRESETS, LoRAConfig, ObjectiveConfig, ParallelConfig, parse
 from megatron_dllm.data.order import Row
 from megatron_dllm.diffusion.fill import filled_up
 from megatron_dllm.diffusion.random import Stream
 from megatron_dllm.models.diffusion_gemma.lora import add_adapters
+from megatron_dllm.models.diffusion_gemma.stages import ModelPipeline
 from megatron_dllm.parallel import ParallelContext
+from megatron_dllm.pipeline import parse_layout
 from megatron_dllm.tensor_parallel.initialization import Initializer
 from megatron_dllm.training import batches
 from megatron_dllm.training.draft_pass import PassSizes, is_short
@@ -134,8 +136,9 @@ def test_what_is_not_replaced_is_seen(broken, monkeypatch):
         monkeypatch.setattr(joint_backward._Move, "moved", lambda self, tensor, other: tensor
                             if len(tensor) == len(self.source) and tensor.is_floating_point() else moved(self, tensor, other))
     else:
-        whole = joint_backward._Move.of
-        monkeypatch.setattr(joint_backward._Move, "of", lambda *given: dataclasses.replace(whole(*given), replaced=()))
+        whole = joint_backward._Move.of_layers
+        monkeypatch.setattr(joint_backward._Move, "of_layers", lambda *given: [
+            dataclasses.replace(move, replaced=()) for move in whole(*given)])
     model, plan = toy_model(), plan_of(ALL)
     wanted = results(model, toy_inputs(plan, objective=ALL))
     try:
@@ -246,3 +249,28 @@ def test_in_16_bits(device, config, share, adapted):
     assert abs(own_loss - loss) <= 2e-3 * abs(loss)
     # Left as it is after the first pass, a joint gradient is off by more than its own size.
     assert (joint - wanted).norm() <= max(0.02 * wanted.norm(), 2 * (apart - wanted).norm()) <= 0.1 * wanted.norm()
+
+
+@DEVICES
+@pytest.mark.parametrize("config", [WIDE, pytest.param(WIDE_MHC, marks=pytest.mark.slow)], ids=["plain", "mhc"])
+def test_stages_in_16_bits(device, config):
+    """Three virtual stages, the last with the loss alone, are as near to the whole model as two backwards through them."""
+    context, objective = ParallelContext.single(torch.device(device)), ObjectiveConfig(self_conditioning_prob=0.5)
+    plan = toy_plan(objective, MANY, seed=SEED, config=config)
+    model = toy_model(torch.bfloat16, config=config, context=context)
+    calm(model)
+    pipeline = ModelPipeline(model, parse_layout("Et|t|L", ranks=1, layers="tt"), ParallelConfig())
+
+    def found(passes, through=None):
+        inputs = on_device(toy_inputs(plan, passes=passes, dtype=torch.float32, objective=objective, config=config), context.device)
+        model.zero_grad(set_to_none=True)
+        if through is None:
+            terms = model(inputs)
+            terms.total.backward()
+        else:
+            terms = through.train([inputs])
+        return float(terms.total.detach()), torch.cat([p.grad.double().flatten() for p in model.parameters() if p.grad is not None])
+
+    (loss, wanted), (_, two), (own_loss, joint) = found("shared"), found("shared", pipeline), found("joint", pipeline)
+    assert abs(own_loss - loss) <= 2e-3 * abs(loss)
+    assert (joint - wanted).norm() <= max(0.02 * wanted.norm(), 2 * (two - wanted).norm()) <= 0.1 * wanted.norm()
