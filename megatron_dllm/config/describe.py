@@ -42,7 +42,7 @@ def _default(item: Flag) -> str:
 
 
 def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
+    return text.replace("|", "\\|").replace("\n", "<br>")
 
 
 if __name__ == "__main__":

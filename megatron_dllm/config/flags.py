@@ -148,8 +148,8 @@ class HelpFormatter(argparse.HelpFormatter):
         super().__init__(prog, max_help_position=38, width=120)
 
     def _split_lines(self, text: str, width: int) -> list[str]:
-        """Unlike argparse's own, breaks no flag at its hyphens."""
-        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+        """Unlike argparse's own, breaks no flag at its hyphens, and keeps the lines of a text that has several."""
+        return [line for part in text.splitlines() for line in textwrap.wrap(" ".join(part.split()), width, break_on_hyphens=False)]
 
 
 def build_parser(groups: Iterable[type], *, description: str) -> Parser:

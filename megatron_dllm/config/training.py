@@ -73,12 +73,12 @@ class TrainingConfig:
         "Layers whose residual streams are computed again together from those that enter them; without it all of a stage.", None
     )
     draft_pass: Literal["auto", "shared", "apart", "joint"] = flag(
-        "How a canvas is decoded twice: shared: its draft rides with the clean tokens, and it follows in a pass of its own; apart: its "
-        "draft is made beforehand without gradient, and it goes with the clean tokens, which so go forward twice, while weights are read "
-        "once less in the backward; joint: as shared, with one backward for both passes (a rank, or a pipeline's stage, needs all experts "
-        "and tokens, and nothing may be computed again; microbatches of texts too long for it on a CPU go shared); auto: with --bf16 on a "
-        "GPU joint where it can be, else apart where that costs less (on a GPU few tokens beside many experts, on a CPU few tokens before "
-        "the drafts). The loss is the same.",
+        "How a canvas is decoded twice:\n"
+        "auto: joint with --bf16 on a GPU where that can be, else apart where it pays;\n"
+        "shared: the draft rides with the clean tokens, the canvas follows by itself;\n"
+        "apart: the draft first, without gradient, then canvas and clean tokens at once;\n"
+        "joint: as shared, with one backward, where no recompute and no rank divides it.\n"
+        "The loss is the same.",
         "auto",
     )
     cuda_graph_impl: Literal["none", "local"] = flag(

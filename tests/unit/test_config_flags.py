@@ -1,6 +1,7 @@
 """Command line -> configuration -> command line."""
 
 import random
+import re
 import typing
 from dataclasses import dataclass
 
@@ -128,6 +129,7 @@ class TestParse:
         for _, item in FLAGS.values():
             assert item.name in text
         assert max(map(len, text.splitlines())) <= 120
+        assert re.search(r"twice:\n +auto: .+\n +shared: .+\n +apart: .+\n +joint: .+\n +The loss is the same", text)  # a line a value
 
 
 class TestArgumentFiles:
