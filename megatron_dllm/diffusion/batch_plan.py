@@ -154,7 +154,8 @@ def plan_batch(rows: Sequence[RowRequest], objective: ObjectiveConfig, *, micro_
     global mean, so the order inside a global batch is free).
     """
     if len(rows) % (micro_batch_size * data_parallel_size):
-        raise ValueError(f"{len(rows)} rows do not divide into slots of {micro_batch_size} on {data_parallel_size} data-parallel ranks")
+        raise ValueError(f"{len(rows)} rows do not divide into slots of {micro_batch_size} on {data_parallel_size} data-parallel ranks; "
+                         f"give a multiple of {micro_batch_size * data_parallel_size}")
     planned = [
         tuple(_draw(request, place, objective, slot=slot, num_slots=len(rows)) for place in range(len(request.indices)))
         for slot, request in enumerate(rows)]

@@ -304,5 +304,6 @@ def num_iterations(run: RunConfig, train: BatchMaker) -> int:
     rows = training.train_samples if training.train_samples is not None else train.order.rows_before(training.num_epochs)
     iterations = rows // training.global_batch_size
     if iterations == 0:
-        raise ValueError(f"{rows} rows are fewer than one batch of --global-batch-size {training.global_batch_size}")
+        raise ValueError(f"{rows} rows are fewer than one batch of --global-batch-size {training.global_batch_size}; "
+                         + (f"set it to at most {rows}, or --num-epochs to more" if rows else "give more data"))
     return iterations

@@ -18,7 +18,7 @@ from ..checkpoint.shards import Shard
 from ..checkpoint.storage import MODEL
 from ..config import to_arguments_text
 from ..models.diffusion_gemma.huggingface import Offset
-from ..models.diffusion_gemma.loading import stored_run
+from ..models.diffusion_gemma.loading import no_model_in, stored_run
 from ..models.diffusion_gemma.lora import is_base
 from ..models.diffusion_gemma.peft_format import adapter_names, write_adapters
 from ..models.diffusion_gemma.transformers_directory import CONFIG, TransformersDirectory
@@ -163,7 +163,7 @@ def _load_pretrained(trainer: Trainer, path: Path) -> TensorSource:
         source = (store.open_checkpoint(path, world=world, kinds=(MODEL,)) if path.name.startswith("iter_") else
                   store.find_newest(path, lambda text: _say(trainer, text), world=world, kinds=(MODEL,)))
         if source is None:
-            raise ValueError(f"--pretrained-checkpoint {path} holds neither a transformers model nor a valid checkpoint of ours")
+            raise ValueError(f"--pretrained-checkpoint {no_model_in(path)}")
         if source.state.base:
             raise ValueError(f"--pretrained-checkpoint {source.path} holds adapters alone; merge them with their base first "
                              "(tools/checkpoint.py merge-adapters)")
