@@ -1,5 +1,6 @@
 """Every command in the documents parses, and the README's tree and links lead somewhere."""
 
+import ast
 import multiprocessing
 import os
 import re
@@ -209,3 +210,29 @@ def test_readme_tree_names_every_part_and_nothing_else():
     assert not parts - named_parts, f"README.md, Where things are: add a line for {sorted(parts - named_parts)}"
     assert not named_parts - parts, f"README.md, Where things are: {sorted(named_parts - parts)} is not there"
     assert all((ROOT / name).exists() for name in named), named
+
+
+def imports_of(file: Path) -> set[str]:
+    """The packages of ours that a file imports from, its own among them."""
+    found, own = set(), file.relative_to(ROOT).with_suffix("").parts
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {tuple(alias.name.split(".")) for alias in node.names}
+        if isinstance(node, ast.ImportFrom):
+            start = own[: len(own) - node.level] if node.level else ()
+            module = (*start, *(node.module.split(".") if node.module else ()))
+            found |= {(*module, alias.name) for alias in node.names} if len(module) < 2 else {module}
+    return {name[1] for name in found if name[0] == "megatron_dllm" and len(name) > 1}
+
+
+def test_imports_point_where_the_design_says():
+    section = re.search(r"^## 1\. .*?(?=^## 2\. )", (ROOT / "docs" / "design.md").read_text(), re.MULTILINE | re.DOTALL).group(0)
+    lines = re.findall(r"^(\d+)\. (.*)$", section, re.MULTILINE)
+    level = {package: int(number) for number, line in lines for package in re.findall(r"`([a-z_]+)`", line)}
+    mutual = {int(number) for number, line in lines if "one another" in line}
+    packages = {path.parent.name for path in (ROOT / "megatron_dllm").glob("*/__init__.py")}
+    assert set(level) == packages
+    files = [(own, file) for own in packages for file in (ROOT / "megatron_dllm" / own).rglob("*.py")]
+    edges = {(own, other) for own, file in files for other in imports_of(file) & packages - {own}}
+    wrong = {(own, other) for own, other in edges if level[other] > level[own] or level[other] == level[own] not in mutual}
+    assert wrong == {("config", "pipeline")}, "docs/design.md, section 1 says which packages may import which"
