@@ -23,6 +23,12 @@ MOST_CHOICES = 8192
 
 
 @triton.jit
+def _of_layer(pointer, size, BATCHED: tl.constexpr):
+    """Where this program's layer begins, of so many numbers each. Not added where there is one, since nothing is known of the sum."""
+    return pointer + tl.program_id(1).to(tl.int64) * size if BATCHED else pointer
+
+
+@triton.jit
 def _of_chunk(indices, start, num_slots, ABSENT: tl.constexpr, CHUNK: tl.constexpr):
     """(slots, their experts; ABSENT for none, more where there is no slot)."""
     slots = start + tl.arange(0, CHUNK)
@@ -31,7 +37,9 @@ def _of_chunk(indices, start, num_slots, ABSENT: tl.constexpr, CHUNK: tl.constex
 
 
 @triton.jit(do_not_specialize=["num_slots", "num_rows"])
-def _order(indices, slot, row, counts, num_slots, num_rows, NUM_EXPERTS: tl.constexpr, CHUNK: tl.constexpr):
+def _order(indices, slot, row, counts, num_slots, num_rows, NUM_EXPERTS: tl.constexpr, CHUNK: tl.constexpr, BATCHED: tl.constexpr):
+    indices, slot = _of_layer(indices, num_slots, BATCHED), _of_layer(slot, num_rows, BATCHED)
+    row, counts = _of_layer(row, num_slots, BATCHED), _of_layer(counts, NUM_EXPERTS, BATCHED)
     expert = tl.program_id(0)  # the last program has those without one
     before = tl.zeros((CHUNK,), tl.int32)
     for start in range(0, num_slots, CHUNK):
@@ -51,8 +59,10 @@ def _order(indices, slot, row, counts, num_slots, num_rows, NUM_EXPERTS: tl.cons
 
 
 @triton.jit(do_not_specialize=["num_slots"])
-def _count_blocks(indices, of_blocks, num_slots, NUM_EXPERTS: tl.constexpr, POWER: tl.constexpr, BLOCK: tl.constexpr):
+def _count_blocks(indices, of_blocks, num_slots, NUM_EXPERTS: tl.constexpr, POWER: tl.constexpr, BLOCK: tl.constexpr,
+                  BATCHED: tl.constexpr):
     """of_blocks [B, POWER]: how many of a block's choices are of each expert, or of none (NUM_EXPERTS)."""
+    indices, of_blocks = _of_layer(indices, num_slots, BATCHED), _of_layer(of_blocks, tl.num_programs(0) * POWER, BATCHED)
     block = tl.program_id(0)
     slots, experts = _of_chunk(indices, block * BLOCK, num_slots, NUM_EXPERTS, BLOCK)
     counts = tl.histogram(experts, POWER, mask=slots < num_slots)
@@ -60,9 +70,11 @@ def _count_blocks(indices, of_blocks, num_slots, NUM_EXPERTS: tl.constexpr, POWE
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
-def _add_up_blocks(of_blocks, totals, num_blocks, POWER: tl.constexpr, CHUNK: tl.constexpr, DEPENDENT: tl.constexpr = False):
+def _add_up_blocks(of_blocks, totals, num_blocks, POWER: tl.constexpr, CHUNK: tl.constexpr, DEPENDENT: tl.constexpr = False,
+                   BATCHED: tl.constexpr = False):
     """A program an expert: of_blocks becomes the number in the blocks before; totals [POWER] that in all of them."""
     after_last(DEPENDENT)
+    of_blocks, totals = _of_layer(of_blocks, num_blocks * POWER, BATCHED), _of_layer(totals, POWER, BATCHED)
     before = 0
     for start in range(0, num_blocks, CHUNK):
         block = start + tl.arange(0, CHUNK)
@@ -75,7 +87,10 @@ def _add_up_blocks(of_blocks, totals, num_blocks, POWER: tl.constexpr, CHUNK: tl
 
 @triton.jit(do_not_specialize=["num_slots", "num_rows"])
 def _place_blocks(indices, of_blocks, totals, slot, row, counts, num_slots, num_rows, NUM_EXPERTS: tl.constexpr, POWER: tl.constexpr,
-                  BLOCK: tl.constexpr):
+                  BLOCK: tl.constexpr, BATCHED: tl.constexpr):
+    indices, of_blocks = _of_layer(indices, num_slots, BATCHED), _of_layer(of_blocks, tl.num_programs(0) * POWER, BATCHED)
+    totals, counts = _of_layer(totals, POWER, BATCHED), _of_layer(counts, NUM_EXPERTS, BATCHED)
+    slot, row = _of_layer(slot, num_rows, BATCHED), _of_layer(row, num_slots, BATCHED)
     block, every = tl.program_id(0), tl.arange(0, POWER)
     total = tl.load(totals + every)
     first = tl.cumsum(total, 0) - total + tl.load(of_blocks + block * POWER + every)
@@ -91,22 +106,24 @@ def _place_blocks(indices, of_blocks, totals, slot, row, counts, num_slots, num_
 
 
 def expert_order(indices: Tensor, num_experts: int, num_rows: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """(slot int64 [N], row int64 [T, k], counts int64 [E]) of choices int64 [T, k], as moe.permute's Permutation has them.
+    """(slot int64 [N], row int64 [T, k], counts int64 [E]) of choices int64 [T, k], as moe.permute's Permutation has them; of those of
+    several layers [L, T, k], which are sorted each by itself, [L, N], [L, T, k] and [L, E].
 
     num_rows: N where negative choices are of no expert; at least as many as the others, at most as many as all. None: there are none.
     """
-    indices, rows = indices.contiguous(), indices.numel() if num_rows is None else num_rows
-    slot, row, counts = indices.new_empty(rows), torch.empty_like(indices), indices.new_empty(num_experts)
-    if indices.numel() > MOST_CHOICES:
-        num_blocks, power = triton.cdiv(indices.numel(), BLOCK), next_power_of_2(num_experts + 1)
-        of_blocks = torch.empty(num_blocks, power, dtype=torch.int32, device=indices.device)
-        totals, known = of_blocks.new_empty(power), {"NUM_EXPERTS": num_experts, "POWER": power, "BLOCK": BLOCK}
-        _count_blocks[(num_blocks,)](indices, of_blocks, indices.numel(), **known, num_warps=4)
-        _add_up_blocks[(power,)](of_blocks, totals, num_blocks, POWER=power, CHUNK=BLOCKS, num_warps=2)
-        _place_blocks[(num_blocks,)](indices, of_blocks, totals, slot, row, counts, indices.numel(), rows, **known, num_warps=4)
+    indices, (*layers, num_tokens, choices) = indices.contiguous(), indices.shape
+    num_slots, known = num_tokens * choices, {"NUM_EXPERTS": num_experts, "BATCHED": bool(layers)}
+    rows = num_slots if num_rows is None else num_rows
+    slot, row, counts = indices.new_empty(*layers, rows), torch.empty_like(indices), indices.new_empty(*layers, num_experts)
+    if num_slots > MOST_CHOICES:
+        num_blocks, power = triton.cdiv(num_slots, BLOCK), next_power_of_2(num_experts + 1)
+        of_blocks = torch.empty(*layers, num_blocks, power, dtype=torch.int32, device=indices.device)
+        totals, sizes = of_blocks.new_empty(*layers, power), {"POWER": power, "BLOCK": BLOCK}
+        _count_blocks[(num_blocks, *layers)](indices, of_blocks, num_slots, **known, **sizes, num_warps=4)
+        _add_up_blocks[(power, *layers)](of_blocks, totals, num_blocks, POWER=power, CHUNK=BLOCKS, BATCHED=bool(layers), num_warps=2)
+        _place_blocks[(num_blocks, *layers)](indices, of_blocks, totals, slot, row, counts, num_slots, rows, **known, **sizes, num_warps=4)
         return slot, row, counts
-    _order[(num_experts + (num_rows is not None),)](
-        indices, slot, row, counts, indices.numel(), rows, NUM_EXPERTS=num_experts, CHUNK=CHUNK, num_warps=8)
+    _order[(num_experts + (num_rows is not None), *layers)](indices, slot, row, counts, num_slots, rows, CHUNK=CHUNK, num_warps=8, **known)
     return slot, row, counts
 
 
@@ -116,5 +133,6 @@ def count_choices(indices: Tensor, num_experts: int) -> Tensor:
     num_blocks, power = triton.cdiv(indices.numel(), COUNTED), next_power_of_2(num_experts + 1)
     of_blocks = torch.empty(num_blocks, power, dtype=torch.int32, device=indices.device)
     if num_blocks:
-        _count_blocks[(num_blocks,)](indices, of_blocks, indices.numel(), NUM_EXPERTS=num_experts, POWER=power, BLOCK=COUNTED, num_warps=4)
+        _count_blocks[(num_blocks,)](indices, of_blocks, indices.numel(), NUM_EXPERTS=num_experts, POWER=power, BLOCK=COUNTED,
+                                     BATCHED=False, num_warps=4)
     return of_blocks[:, :num_experts].sum(0)

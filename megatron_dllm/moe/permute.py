@@ -36,6 +36,15 @@ def sort_by_expert(indices: Tensor, num_experts: int) -> Permutation:
     return Permutation(slot, _inverse(slot).view(indices.shape), experts.bincount(minlength=num_experts))
 
 
+def sort_each_by_expert(indices: Tensor, num_experts: int) -> list[Permutation]:
+    """The permutation of each layer's choices, of [L, T, k]; on a GPU in the launches of one."""
+    if indices.is_cuda:
+        from ..kernels.expert_order import expert_order
+
+        return [Permutation(*parts) for parts in zip(*(x.unbind(0) for x in expert_order(indices, num_experts)), strict=True)]
+    return [sort_by_expert(own, num_experts) for own in indices.unbind(0)]
+
+
 def sort_by_local_expert(indices: Tensor, num_experts: int, num_rows: int) -> Permutation:
     """The same where some of the choices [T, k] are not of these experts: they are -1 and get no row. There are `num_rows` rows, at least
     as many as the others; those left over stand last and belong to no expert."""

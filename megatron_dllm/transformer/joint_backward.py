@@ -30,7 +30,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..kernels.launch import takes
-from ..moe.permute import Permutation, sort_by_expert
+from ..moe.permute import Permutation, sort_each_by_expert
 from ..tensor_parallel.adapted_linear import joined
 from .rows import Rows
 
@@ -90,7 +90,7 @@ class KeptTensors:
                              "--draft-pass shared")
         if not self._kept:
             return
-        moves = [_Move.of(own, other, rows) for own, other in zip(self._routed, later._routed, strict=True)]
+        moves = _Move.of_layers(self._routed, later._routed, rows)
         copies = _Copies(rows, self.num_tokens, later.num_tokens)
         layer = -1
         for number, (own, other) in enumerate(zip(self._kept, later._kept, strict=True)):
@@ -189,15 +189,19 @@ class _Move:
     num_later: int
 
     @classmethod
-    def of(cls, first: _Routed, later: _Routed, rows: Rows) -> _Move:
-        own, other = first.permutation, later.permutation
-        indices = first.indices.clone()
-        rows.put(indices, later.indices)
-        joint = sort_by_expert(indices, len(own.counts))
-        source = own.row.clone()
-        rows.put(source, other.row + len(own.slot))
-        replaced = (own.slot, joint.slot), (own.row, joint.row), (own.counts, joint.counts)
-        return cls(replaced, source.reshape(-1).index_select(0, joint.slot), len(other.slot))
+    def of_layers(cls, firsts: Sequence[_Routed], laters: Sequence[_Routed], rows: Rows) -> list[_Move]:
+        """Of all layers at once: those of one are ten launches, each of a few microseconds."""
+        if not firsts:
+            return []
+        own, others = ([routed.permutation for routed in all_routed] for all_routed in (firsts, laters))
+        indices, source = torch.stack([routed.indices for routed in firsts]), torch.stack([each.row for each in own])
+        of_later = torch.stack([routed.indices for routed in laters]), torch.stack([each.row for each in others]) + len(own[0].slot)
+        for values, later in zip((indices, source), of_later, strict=True):
+            rows.put(values.transpose(0, 1), later.transpose(0, 1))  # a row a token
+        joint = sort_each_by_expert(indices, len(own[0].counts))
+        sources = source.flatten(1).gather(1, torch.stack([each.slot for each in joint]))
+        return [cls(((one.slot, both.slot), (one.row, both.row), (one.counts, both.counts)), chosen, len(other.slot))
+                for one, other, both, chosen in zip(own, others, joint, sources.unbind(0), strict=True)]
 
     def moved(self, tensor: Tensor, other: Tensor) -> Tensor | None:
         """What `tensor` becomes; None where it is none of the layer's choices."""

@@ -55,6 +55,19 @@ def test_choices_of_some_experts(num_tokens, choices, num_experts, room, launche
 
 
 @DEVICES
+@LAUNCHES
+def test_several_layers(launches, device, monkeypatch):
+    need_kernels(device)
+    expert_order = few_or_many(launches, monkeypatch)
+    layers = [drawn(77, 3, 9).roll(number, 0).sub(number) for number in range(3)]  # an odd number of choices, and negative ones
+    for num_rows in (None, 77 * 3 - 5):
+        wanted = [expert_order(layer.clamp(min=0 if num_rows is None else -1).to(device), 9, num_rows) for layer in layers]
+        found = expert_order(torch.stack(layers).clamp(min=0 if num_rows is None else -1).to(device), 9, num_rows)
+        for got, parts in zip(found, zip(*wanted, strict=True), strict=True):
+            assert torch.equal(got, torch.stack(parts))
+
+
+@DEVICES
 @CASES
 def test_count_choices(num_tokens, choices, num_experts, device):
     need_kernels(device)
