@@ -12,7 +12,7 @@ FILES = [file for folder in ("megatron_dllm", "tools") for file in sorted((ROOT 
 VERBS = re.compile(
     r"\b(add|call|choose|close|convert|copy|correct|delete|download|drop|export|fetch|fill|give|install|instead|keep|leave|lower|make|merge|"
     r"move|name|pass|prepare|put|raise|record|remove|repair|resume|runs?|set|shorten|show|start|take|train|try|use|write)\b")
-REMEDIES = {"AGAIN", "REMAKE", "REMEDY", "remedy", "instead"}
+REMEDIES = {"AGAIN", "no_model_in", "REMAKE", "REMEDY", "remedy", "instead"}
 # Our own mistakes, which no flag mends: values that the checks, the kernels' callers or the file formats have ruled out before.
 INTERNAL = {
     "checkpoint/shards.py", "data/sudoku.py", "data/sudoku_puzzles.py", "data/tokenizers.py",
