@@ -26,7 +26,7 @@ from .plain_function import PlainFunction
 from .precision import at_least_fp32
 
 MOST_SCORES = 1 << 17  # of a piece and head
-CAUSAL_ROWS = 128  # of a causal piece go together: what none of them sees is left out
+CAUSAL_ROWS = 64  # of a causal piece go together: what none of them sees is left out
 MOST_FILL = 1 << 13  # scores that may be computed for nothing in order to have a group less: its operations take as long
 VECTOR = 16  # numbers of fp32 that a CPU takes at once: products and softmax of 47 keys take twice as long as those of 48
 
@@ -153,8 +153,8 @@ def small_attention(query: Tensor, key: Tensor, value: Tensor, work: SmallWork, 
 
 
 def is_small(num_queries: int, num_keys: int, *, causal: bool) -> bool:
-    """Whether a piece of so many queries and keys (or its rows, where it is causal) is small enough."""
-    return (min(num_queries, CAUSAL_ROWS) if causal else num_queries) * num_keys <= MOST_SCORES
+    """Whether a piece of so many queries and keys (or two blocks of its rows, where it is causal) is small enough."""
+    return (min(num_queries, 2 * CAUSAL_ROWS) if causal else num_queries) * num_keys <= MOST_SCORES
 
 
 def whole_work(mask: np.ndarray) -> SmallWork:
@@ -166,9 +166,9 @@ def whole_work(mask: np.ndarray) -> SmallWork:
 
 def small_work(work: Sequence[WorkGroup]) -> SmallWork | None:
     """The work in few groups: causal pieces in blocks of rows, pieces of near sizes filled up to one. None where a piece is too large."""
-    blocks = sorted((block for group in work for block in _row_blocks(group)), key=_scores, reverse=True)
-    if blocks and _scores(blocks[0]) > MOST_SCORES:
+    if not all(is_small(group.queries.shape[1], group.keys.shape[1], causal=group.causal) for group in work):
         return None
+    blocks = sorted((block for group in work for block in _row_blocks(group)), key=_scores, reverse=True)
     joined: list[list[WorkGroup]] = []
     for block in blocks:
         if joined and _fill([*joined[-1], block]) - _fill(joined[-1]) <= MOST_FILL:
