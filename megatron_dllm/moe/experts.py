@@ -128,7 +128,7 @@ def choose_product(dtype: torch.dtype, device: torch.device, hidden: int, inner:
 
 def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """[N, out]: rows [N, in] times the transposed weight [E, out, in] of each row's expert."""
-    product = F.grouped_mm(rows, weight.transpose(1, 2), offs=counts.cumsum(0).to(torch.int32))
+    product = F.grouped_mm(rows, weight.transpose(1, 2), offs=counts.cumsum(0, dtype=torch.int32))
     return _ContiguousGradient.apply(product)
 
 
@@ -173,7 +173,7 @@ def _outer(grad: Tensor, rows: Tensor, counts: Tensor, ends: Tensor | None) -> T
 
 def _ends(counts: Tensor) -> Tensor:
     """As grouped_mm has them."""
-    return counts.cumsum(0).to(torch.int32)
+    return counts.cumsum(0, dtype=torch.int32)
 
 
 class _FeedForward(PlainFunction):
