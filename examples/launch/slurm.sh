@@ -12,7 +12,8 @@
 #
 # Five minutes before the time limit (--signal) every rank gets SIGTERM: the trainer finishes its step, saves, and stops. While
 # SAVE/status.json says "stopped" the job is put back into the queue and goes on from its checkpoint. It gives up after three starts
-# without a new iteration, and when the run failed. Submit it from the repository's folder, which all nodes must see, as SAVE.
+# without a new iteration, and when the run failed or did not begin. Submit it from the repository's folder, which all nodes must see,
+# as SAVE.
 set -euo pipefail
 if [ "${1:---help}" = --help ] || [ "$1" = -h ]; then
   sed -n '/^# Runs a recipe/,/^set/{/^set/d;s/^# \{0,1\}//;p;}' "$0"
@@ -40,9 +41,15 @@ before=$(field iteration)
 echo "$before" >> "$starts"
 say "job $SLURM_JOB_ID, start $(wc -l < "$starts"): $SLURM_NTASKS processes on $SLURM_JOB_NUM_NODES nodes, from iteration $before"
 
+# What an earlier start left there says nothing of one that ends before its first step.
+earlier=$(cat "$SAVE/status.json" 2>/dev/null || true)
 status=0
 srun --kill-on-bad-exit=1 bash "$@" || status=$?
 
+if [ "$(cat "$SAVE/status.json" 2>/dev/null || true)" = "$earlier" ]; then
+  say "the run ended before it trained (status $status of srun; see the messages above): not put back"
+  exit $((status ? status : 1))
+fi
 state=$(field state)
 case $state in
   finished) say "finished at iteration $(field iteration)" ;;

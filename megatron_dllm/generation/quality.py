@@ -53,7 +53,7 @@ def sudoku(answer: Answer) -> bool:
 NAMED: Mapping[str, Score] = {"exact": exact, "sudoku": sudoku}
 
 
-def regex_score(pattern: str) -> Score:
+def regex_score(pattern: str, flag: str = "--score") -> Score:
     """With a group: whether its last match is the same in answer and reference (a final number, say). Without: whether the answer matches.
 
     ValueError for a pattern that is none.
@@ -61,7 +61,7 @@ def regex_score(pattern: str) -> Score:
     try:
         compiled = re.compile(pattern, re.MULTILINE)
     except re.error as error:
-        raise ValueError(f"--score regex:{pattern} is no regular expression: {error}; correct it, with \\ before signs meant as "
+        raise ValueError(f"{flag} regex:{pattern} is no regular expression: {error}; correct it, with \\ before signs meant as "
                          "such") from None
 
     def last_group(text: str) -> str | None:
@@ -78,21 +78,21 @@ def regex_score(pattern: str) -> Score:
     return same_group if compiled.groups else matches
 
 
-def open_score(name: str) -> Score:
-    """The score that --score names: one of NAMED, regex:PATTERN, or module:function. ValueError for anything else."""
+def open_score(name: str, flag: str = "--score") -> Score:
+    """The score that `flag` names: one of NAMED, regex:PATTERN, or module:function. ValueError for anything else."""
     if name in NAMED:
         return NAMED[name]
     kind, separator, rest = name.partition(":")
     if kind == "regex" and rest:
-        return regex_score(rest)
+        return regex_score(rest, flag)
     if not separator or not rest:
-        raise ValueError(f"--score {name}: choose {', '.join(NAMED)}, regex:PATTERN and module:function")
+        raise ValueError(f"{flag} {name}: choose {', '.join(NAMED)}, regex:PATTERN and module:function")
     try:
         found = getattr(importlib.import_module(kind), rest, None)
     except ModuleNotFoundError as error:
-        raise ValueError(f"--score {name}: {error}; put the module's folder on PYTHONPATH") from None
+        raise ValueError(f"{flag} {name}: {error}; put the module's folder on PYTHONPATH") from None
     if not callable(found):
-        raise ValueError(f"--score {name}: module {kind} has no function {rest}; name one that it has")
+        raise ValueError(f"{flag} {name}: module {kind} has no function {rest}; name one that it has")
     return found
 
 

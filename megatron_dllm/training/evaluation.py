@@ -53,6 +53,12 @@ def evaluation_rows(maker: BatchMaker, num_rows: int) -> range:
     return range(max(min(num_rows, available) // slot, 1) * slot)
 
 
+def check_scoring(run: RunConfig, source: ExampleSource) -> None:
+    """ValueError, before any step, where the evaluations to come could answer or score nothing."""
+    choose_examples(run, source, run.evaluation.eval_generations)
+    open_score(run.evaluation.eval_score, "--eval-score")
+
+
 @torch.no_grad()
 def score_answers(model: DiffusionGemma, run: RunConfig, source: ExampleSource, tokenizer: Tokenizer,
                   beat: Beat = no_beat) -> dict[str, float]:
@@ -69,7 +75,7 @@ def score_answers(model: DiffusionGemma, run: RunConfig, source: ExampleSource, 
                                batch_size=ANSWERED_TOGETHER):
         completions.append(completion)
         beat(f"answer {len(completions)} of an evaluation")
-    score = open_score(run.evaluation.eval_score)
+    score = open_score(run.evaluation.eval_score, "--eval-score")
     right = [score(Answer(e.prompt, c.tokens, e.reference, tokenizer)) for e, c in zip(examples, completions, strict=True)]
     return {"right_answers": sum(right) / len(right), "tokens_per_forward": Speed.of(completions, ends.pad_id).tokens_per_forward}
 

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from ..checkpoint import store
 from ..config import RunConfig
 
 BEST = "best"  # of --save: the checkpoint with the lowest evaluation loss
+EXPORTS = "exports.txt"  # of the run's folder: the directories that the run has exported to, a line each
 
 
 def check_folders(run: RunConfig) -> None:
@@ -24,11 +26,52 @@ def check_folders(run: RunConfig) -> None:
                          "--load out to start anew (only where it is --save as well may it be empty, for the first of several starts)")
     if save:
         _check_own(save, load)
+    if run.checkpoint.save_hf:
+        _check_export(run, Path(run.checkpoint.save_hf))
 
 
 def is_iteration(folder: Path) -> bool:
     """Whether the folder is one checkpoint, not a run's with several in it."""
     return re.fullmatch(r"iter_\d{7,}", folder.name) is not None and folder.is_dir()
+
+
+def export_folder(run: RunConfig, iteration: int) -> Path:
+    """Where the export after an iteration goes: --save-hf, or with --save-hf-interval a folder of its own in there."""
+    folder = Path(run.checkpoint.save_hf)
+    return folder / f"iter_{iteration:07d}" if run.checkpoint.save_hf_interval else folder
+
+
+def make_way(run: RunConfig, path: Path) -> None:
+    """Remove what this run has exported to `path` before: it was taken up from an earlier checkpoint, or trains on."""
+    if path.exists() and _is_own_export(run, path):
+        shutil.rmtree(path)
+
+
+def note_export(run: RunConfig, path: Path) -> None:
+    """Remember that `path` is this run's."""
+    if (notes := _notes(run)) is not None and not _is_own_export(run, path):
+        with notes.open("a", encoding="utf-8") as file:
+            file.write(f"{path.resolve()}\n")
+
+
+def _is_own_export(run: RunConfig, path: Path) -> bool:
+    notes = _notes(run)
+    return notes is not None and notes.is_file() and str(path.resolve()) in notes.read_text(encoding="utf-8").splitlines()
+
+
+def _notes(run: RunConfig) -> Path | None:
+    folder = run.logging.run_dir or run.checkpoint.save
+    return Path(folder) / EXPORTS if folder else None
+
+
+def _check_export(run: RunConfig, folder: Path) -> None:
+    """An export is made at the end, when it is too late to hear that it has no place."""
+    if run.checkpoint.save_hf_interval:
+        _check_writable("--save-hf", folder)
+        return
+    if folder.exists() and any(folder.iterdir() if folder.is_dir() else [folder]) and not _is_own_export(run, folder):
+        raise ValueError(f"--save-hf {folder} exists, is not empty, and is no export of this run: give another folder, or remove it")
+    _check_writable("--save-hf", folder.parent)
 
 
 def _check_writable(flag: str, folder: Path) -> None:

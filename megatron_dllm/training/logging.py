@@ -106,7 +106,7 @@ class RunLogger:
         terminal = self._console.is_terminal and not self._console.is_dumb_terminal
         self._live = LiveProgress(
             self._console, total_iterations=total_iterations, iteration=resumed_iteration, time_left=self._time_left) if terminal else None
-        self._last_line = ""
+        self._last_line, self._refusal = "", ""
         for file in self._files.values():
             if file.moved_to is not None:
                 self.message(f"{file.path} held the records of an earlier run: kept as {file.moved_to.name}")
@@ -179,7 +179,10 @@ class RunLogger:
             if self._last_line:
                 self.message(self._last_line)
         for resource in (*self._files.values(), *self._trackers):
-            resource.close()
+            try:
+                resource.close()
+            except OSError as error:
+                self.message(f"{error}: its last records are lost")
 
     def _record(self, iteration: int, metrics: Mapping[str, float | int]) -> None:
         self._append("metrics", {"iteration": iteration, **metrics})
@@ -187,8 +190,15 @@ class RunLogger:
             tracker.scalars(iteration, metrics)
 
     def _append(self, name: str, record: Mapping[str, float | int | str]) -> None:
-        if name in self._files:
+        """A disk that is full must not end the training; what it refuses is said once, and written when there is room."""
+        if name not in self._files:
+            return
+        try:
             self._files[name].append(record)
+        except OSError as error:
+            if self._refusal != str(error):
+                self._refusal = str(error)
+                self.message(f"{error}: the run goes on, and writes the records once it can")
 
 
 def printable(text: str) -> str:

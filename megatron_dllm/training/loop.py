@@ -24,7 +24,7 @@ from ..transformer_engine import choices
 from . import out_of_memory
 from .batches import BatchMaker, PreparedBatch, training_batches
 from .draft_pass import choice_of_passes
-from .evaluation import Beat, evaluate, no_beat, sample_generations, score_answers
+from .evaluation import Beat, check_scoring, evaluate, no_beat, sample_generations, score_answers
 from .folders import check_folders
 from .graphs import graphed
 from .logging import RunLogger
@@ -100,6 +100,8 @@ class Trainer:
             sources = build_sources(run.data, run.model, tokenizer, seed=run.training.seed)
         train = _maker(run, sources, "train", context)
         valid = _maker(run, sources, "valid", context) if run.evaluation.eval_interval and sources.valid else None
+        if valid and run.evaluation.eval_generations is not None:
+            check_scoring(run, sources.valid)
         total = num_iterations(run, train)
         model = build_model(run, context)
         folder = run.logging.run_dir or run.checkpoint.save

@@ -77,19 +77,30 @@ class MetricsFile:
                 _truncate(path, resumed_iteration)
             else:
                 self.moved_to = _move_aside(path)
-        self._file = open(path, "a", encoding="utf-8")
+        # Unbuffered: after an error we know which bytes are in the file, so that no line is torn once there is room again.
+        self._file = open(path, "ab", buffering=0)
+        self._unwritten = b""
 
     def append(self, record: Mapping[str, float | int | str]) -> None:
-        """Write one record through to the operating system: a killed process loses at most the line that it is writing."""
+        """Write one record through to the operating system: a killed process loses at most the line that it is writing. OSError where the
+        disk refuses; the record is then written before the next one.
+        """
+        self._unwritten += (encode_record(record) + "\n").encode()
+        self._write()
+
+    def close(self) -> None:
         try:
-            self._file.write(encode_record(record) + "\n")
-            self._file.flush()
+            self._write()
+        finally:
+            self._file.close()
+
+    def _write(self) -> None:
+        try:
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._file.write(self._unwritten):]
         except OSError as error:
             # A full disk gives an error without a file name.
             raise OSError(error.errno, f"cannot write metrics ({error.strerror})", str(self.path)) from error
-
-    def close(self) -> None:
-        self._file.close()
 
 
 def _truncate(path: Path, iteration: int) -> None:

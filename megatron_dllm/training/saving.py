@@ -26,7 +26,7 @@ from ..models.diffusion_gemma.transformers_export import Export, save_assets
 from ..parallel.gathering import gather_whole
 from ..parallel.placement import cut_rectangle
 from .evaluation import Beat
-from .folders import BEST, is_iteration
+from .folders import BEST, export_folder, is_iteration, make_way, note_export
 from .logging import RunLogger
 from .status import RunStatus
 
@@ -58,6 +58,8 @@ def restore(trainer: Trainer) -> Restored:
         if found is None:
             _say(trainer, f"--load {folder} holds no checkpoint: starting "
                  + (f"from --pretrained-checkpoint {options.pretrained_checkpoint}" if options.pretrained_checkpoint else "at random"))
+    if found is None:
+        _forget_assets(trainer)
     base = _start(trainer) if found is None or trainer.has_adapters else {}
     if found is None:
         return Restored(0, base)
@@ -176,6 +178,13 @@ def _load_pretrained(trainer: Trainer, path: Path) -> TensorSource:
     return source
 
 
+def _forget_assets(trainer: Trainer) -> None:
+    """Those of a start before this one may be another model's."""
+    assets = _assets_folder(trainer)
+    if trainer.context.world.rank == 0 and assets is not None and assets.exists():
+        shutil.rmtree(assets)
+
+
 def _say(trainer: Trainer, text: str) -> None:
     if trainer.context.world.rank == 0:
         print(text, flush=True)
@@ -198,6 +207,7 @@ class Saver:
         self.is_main = trainer.context.world.rank == 0
         self.saved: Path | None = None
         self.iteration = 0
+        self.exported: int | None = None
         self.best_loss = _best_so_far(self.options.save)
         self.writer = self._writer(Path(self.options.save)) if self.options.save else None
         if self.writer:
@@ -227,7 +237,7 @@ class Saver:
         if self.options.save and self.options.save_interval and iteration % self.options.save_interval == 0:
             self.save(iteration)
         if self.options.save_hf and self.options.save_hf_interval and iteration % self.options.save_hf_interval == 0:
-            self.export(iteration, Path(self.options.save_hf) / f"iter_{iteration:07d}")
+            self.export(iteration)
 
     def after_evaluation(self, iteration: int, metrics: Mapping[str, float]) -> None:
         """Keep the model with the lowest evaluation loss under <save>/best."""
@@ -260,8 +270,8 @@ class Saver:
             if self.saved != store.iteration_folder(self.writer.folder, iteration):
                 raise ValueError(f"the last checkpoint, of iteration {iteration}, could not be saved (see above); "
                                  f"the newest of this run is {self.saved}")
-        if self.options.save_hf and reason is None:
-            self.export(iteration, Path(self.options.save_hf))
+        if self.options.save_hf and reason is None and self.exported != iteration:
+            self.export(iteration)
         if reason is None:
             self.status.finished(iteration, checkpoint=self.saved)
         else:
@@ -293,16 +303,25 @@ class Saver:
             iteration, iteration * trainer.run.training.global_batch_size, trainer.optimizer.num_steps, layout, schedule_values(trainer),
             self.base)
 
-    def export(self, iteration: int, path: Path) -> None:
+    def export(self, iteration: int) -> None:
         """Write a transformers directory (of adapters: PEFT's) in the dtype that the run computes in; ranks give their parts of each tensor
         as it is due.
         """
         self.trainer.optimizer.finish_gathers()
-        run, assets = self.trainer.run, _assets_folder(self.trainer)
+        run, path, self.exported = self.trainer.run, export_folder(self.trainer.run, iteration), iteration
         gathered = _GatheredTensors(self.trainer, self.beat)
+        if self.is_main:
+            make_way(run, path)
         if self.trainer.has_adapters:
             self._export_adapters(path, gathered)
-            return
+        else:
+            self._export_model(path, gathered)
+        if self.is_main:
+            note_export(run, path)
+            self.logger.message(f"exported iteration {iteration} to {path}")
+
+    def _export_model(self, path: Path, gathered: _GatheredTensors) -> None:
+        run, assets = self.trainer.run, _assets_folder(self.trainer)
         assets = assets if assets is not None and assets.is_dir() else None
         export = Export(run.model, gathered.read, lambda name: self.trainer.model.dtype, assets, self.trainer.tokenizer, run.generation)
         if not self.is_main:
@@ -310,7 +329,6 @@ class Saver:
                 gathered.whole(name)
             return
         export.write(path)
-        self.logger.message(f"exported iteration {iteration} to {path}")
 
     def _export_adapters(self, path: Path, gathered: _GatheredTensors) -> None:
         run = self.trainer.run
@@ -319,7 +337,6 @@ class Saver:
                 gathered.whole(name)
             return
         write_adapters(path, run.model, run.lora, self.base["path"], gathered.whole)
-        self.logger.message(f"exported the adapters to {path}")
 
 
 class _GatheredTensors:

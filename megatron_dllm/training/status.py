@@ -35,7 +35,7 @@ class RunStatus:
             "state": "running", "iteration": iteration, "total_iterations": total_iterations, "reason": None, "checkpoint": None,
             "host": socket.gethostname(), "pid": os.getpid(), "rank": rank, "started_at": _now()}
 
-        self._written_at = -math.inf
+        self._written_at, self._refusal = -math.inf, ""
 
     def __enter__(self) -> RunStatus:
         if self._rank == 0:
@@ -80,8 +80,14 @@ class RunStatus:
         self._record |= {"state": state, "iteration": iteration, "reason": reason}
         if checkpoint is not None:
             self._record["checkpoint"] = str(checkpoint)
-        if self._rank == 0:
+        if self._rank != 0:
+            return
+        try:
             self._write()
+        except OSError as error:  # a disk that is full must not end the training
+            if self._refusal != str(error):
+                self._refusal = str(error)
+                sys.stderr.write(f"status.json cannot say that the run is {state}: {error}; the run goes on\n")
 
     def _write(self) -> None:
         if self._path is None:

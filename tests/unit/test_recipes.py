@@ -123,8 +123,9 @@ def slurm_job(tmp_path: Path, *states: tuple[str, int]) -> list[subprocess.Compl
         path.chmod(0o755)
     recipe, results = tmp_path / "recipe.sh", []
     for state, iteration in states:
-        text = f'{{"state": "{state}", "iteration": {iteration}, "reason": "SIGTERM"}}'
-        recipe.write_text(f"echo LAUNCH=$LAUNCH PROCESSES=$PROCESSES\necho '{text}' > \"$SAVE/status.json\"\n")
+        text = f'{{"state": "{state}", "iteration": {iteration}, "reason": "SIGTERM", "started_at": {len(results)}}}'
+        written = f"echo '{text}' > \"$SAVE/status.json\"" if state else "exit 2"
+        recipe.write_text(f"echo LAUNCH=$LAUNCH PROCESSES=$PROCESSES\n{written}\n")
         results.append(start(Path("examples/launch/slurm.sh"), str(recipe), SAVE=str(save), SLURM_JOB_ID="77", SLURM_NTASKS="8",
                              SLURM_JOB_NUM_NODES="1", PATH=f"{commands}:{os.environ['PATH']}"))
     return results
@@ -141,6 +142,12 @@ def test_slurm_launcher_gives_up_after_three_starts_without_a_new_iteration(tmp_
     results = slurm_job(tmp_path, ("stopped", 5), ("stopped", 5), ("stopped", 5), ("stopped", 5))
     assert [result.returncode for result in results] == [0, 0, 0, 1]
     assert "giving up" in results[-1].stderr and (tmp_path / "requeued").read_text().count("requeue") == 3
+
+
+def test_slurm_launcher_takes_no_earlier_status_for_that_of_a_start_that_failed(tmp_path):
+    stopped, failed = slurm_job(tmp_path, ("stopped", 40), ("", 0))
+    assert stopped.returncode == 0 and failed.returncode == 2
+    assert "ended before it trained" in failed.stderr and (tmp_path / "requeued").read_text().count("requeue") == 1
 
 
 def test_slurm_launcher_leaves_a_failed_run_and_refuses_to_run_outside_a_job(tmp_path):

@@ -4,6 +4,8 @@ from __future__ import annotations
 import io
 import json
 import math
+import resource
+import signal
 import sys
 import time
 import types
@@ -134,6 +136,24 @@ def test_metrics_file_names_itself_when_the_disk_is_full(tmp_path):
         file.append({"iteration": 1})
     with pytest.raises(OSError, match="No space left"):
         file.close()
+
+
+def test_metrics_file_tears_no_line_when_there_is_room_again(tmp_path):
+    file = MetricsFile(tmp_path / "metrics.jsonl", resumed_iteration=0)
+    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (25, limits[1]))
+        for iteration in (1, 2):
+            with pytest.raises(OSError, match="cannot write metrics"):
+                file.append({"iteration": iteration, "loss": 0.5})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert (tmp_path / "metrics.jsonl").stat().st_size == 25  # of a first line of 31 bytes
+    file.append({"iteration": 3, "loss": 0.5})
+    file.close()
+    found = read_metrics(tmp_path / "metrics.jsonl")
+    assert [record["iteration"] for record in found.records] == [1, 2, 3] and found.torn_line is None
 
 
 def test_metric_parts_order():

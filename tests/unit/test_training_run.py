@@ -166,3 +166,44 @@ def test_whatever_takes_long_is_progress(tmp_path, monkeypatch):
     names = {"microbatch": 4, "answer": 2, "of a checkpoint": 2 * 100, "of an export": 20}
     counts = {name: sum(name in beat for beat in beats) for name in names}
     assert all(counts[name] >= least for name, least in names.items()), counts
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, which Linux has")
+def test_a_disk_that_takes_no_records_ends_no_run(tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    run(tmp_path, "--train-iters", "3")
+    output = capsys.readouterr().out
+    assert output.count("No space left on device") == 2  # once while it runs, once at its end
+    assert "the run goes on" in output and "its last records are lost" in output
+    assert read_status(tmp_path / "status.json")["state"] == "finished"
+
+
+def test_exports_at_an_interval_end_with_the_last(tmp_path):
+    run(tmp_path / "run", "--train-iters", "3", "--save-hf", str(tmp_path / "hf"), "--save-hf-interval", "2")
+    assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == ["iter_0000002", "iter_0000003"]
+
+
+def test_an_export_replaces_none_but_the_runs_own(tmp_path, capsys):
+    flags, folder = ["--lr-decay-iters", "9", "--save-hf", str(tmp_path / "hf")], tmp_path / "run"
+    run(folder, "--train-iters", "1", *flags)
+    before = (tmp_path / "hf" / "model.safetensors").read_bytes()
+    run(folder, "--train-iters", "2", "--load", str(folder), *flags)
+    assert (tmp_path / "hf" / "model.safetensors").read_bytes() != before
+    assert pretrain_dllm.main([*FLAGS, "--train-iters", "1", *flags, "--save", str(tmp_path / "other")]) == 2
+    assert f"--save-hf {tmp_path / 'hf'} exists, is not empty, and is no export of this run" in capsys.readouterr().err
+    assert not store.checkpoints_in(tmp_path / "other")
+
+
+@pytest.mark.parametrize("score", ["nope", "regex:([", "json:nothing"])
+def test_a_score_that_is_none_is_told_before_the_first_step(tmp_path, capsys, score):
+    flags = ["--train-iters", "1", "--eval-interval", "1", "--eval-generations", "1", "--eval-score", score]
+    assert pretrain_dllm.main([*FLAGS, *flags, "--save", str(tmp_path)]) == 2
+    assert f"--eval-score {score}" in capsys.readouterr().err and not (tmp_path / "status.json").exists()
+
+
+def test_assets_are_those_of_the_last_start(tmp_path):
+    """Checkpoints were moved away, and the folder is started in again from another model."""
+    (tmp_path / "assets").mkdir()
+    (tmp_path / "assets" / "tokenizer.json").write_text("of a model before")
+    run(tmp_path, "--train-iters", "1", "--load", str(tmp_path))
+    assert not (tmp_path / "assets").exists()

@@ -280,6 +280,16 @@ def test_run_status_that_cannot_be_written_hides_no_failure(tmp_path, capsys):
     assert "status.json cannot say that the run failed: " in capsys.readouterr().err
 
 
+def test_run_status_that_cannot_be_written_ends_no_run(tmp_path, capsys):
+    with RunStatus(tmp_path / "run", rank=0, total_iterations=10) as status:
+        shutil.rmtree(tmp_path / "run")
+        (tmp_path / "run").write_text("no folder any more")
+        for iteration in (4, 5):
+            status.progress(iteration, checkpoint=tmp_path)
+        status.finished(10)
+    assert capsys.readouterr().err.count("the run goes on") == 1
+
+
 def test_run_status_of_another_rank_writes_only_failures(tmp_path):
     with RunStatus(tmp_path, rank=1, total_iterations=10) as status:
         status.progress(1)
