@@ -4,7 +4,7 @@
 #
 #   DATA=prefix SAVE=runs/ar bash examples/diffusion_gemma/ar_pretrain.sh [FLAGS OF pretrain_dllm.py]
 #
-# Data: a token file made by tools/preprocess_data.py (README.md), one token a byte; DATA is its --output-prefix.
+# Data: a token file made by tools/preprocess_data.py (docs/data.md), one token a byte; DATA is its --output-prefix.
 # 12 layers 1024 wide, 32 experts, from random weights; 20000 steps of 256 x 2048 bytes. Measured on GPUs: not yet.
 set -euo pipefail
 NEEDS="DATA SAVE"

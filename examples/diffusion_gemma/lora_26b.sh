@@ -4,7 +4,7 @@
 #
 #   MODEL=dir DATA=chat.jsonl SAVE=runs/lora_26b bash examples/diffusion_gemma/lora_26b.sh [FLAGS OF pretrain_dllm.py]
 #
-# Data: rows of OpenAI messages, ShareGPT, prompt and completion or Alpaca (README.md); packed to rows of 2048 tokens.
+# Data: rows of OpenAI messages, ShareGPT, prompt and completion or Alpaca (docs/data.md); packed to rows of 2048 tokens.
 # The model itself is frozen and held once, in bf16; adapters of rank 16 have fp32 masters and compute in bf16. SAVE gets the adapters
 # alone, SAVE/peft the same in PEFT's format. Two epochs; the loss to expect depends on the data. Measured on one H200, on random weights
 # (MODEL=random): 51 GiB, 0.73 s a row.

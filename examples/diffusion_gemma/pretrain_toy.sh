@@ -3,7 +3,7 @@
 #
 #   DATA=prefix SAVE=runs/pretrain_toy bash examples/diffusion_gemma/pretrain_toy.sh [FLAGS OF pretrain_dllm.py]
 #
-# Data: a token file made by tools/preprocess_data.py (README.md), one token a byte; DATA is its --output-prefix.
+# Data: a token file made by tools/preprocess_data.py (docs/data.md), one token a byte; DATA is its --output-prefix.
 # 6 layers 256 wide, 8 experts; 2000 steps of 64 x 512 bytes. Measured on GPUs: not yet.
 set -euo pipefail
 NEEDS="DATA SAVE"

@@ -3,7 +3,7 @@
 #
 #   MODEL=dir DATA=chat.jsonl SAVE=runs/sft_26b bash examples/diffusion_gemma/sft_26b.sh [FLAGS OF pretrain_dllm.py]
 #
-# Data: rows of OpenAI messages, ShareGPT, prompt and completion or Alpaca (README.md); packed to rows of 2048 tokens.
+# Data: rows of OpenAI messages, ShareGPT, prompt and completion or Alpaca (docs/data.md); packed to rows of 2048 tokens.
 # Every trainable parameter has an fp32 master and computes in bf16; masters and moments are shared out over the 8 ranks. The router
 # stays frozen. Three epochs; the loss to expect depends on the data. Measured with 8 layers on two GPUs: docs/predictions_8gpu.md.
 # RECOMPUTE=none keeps what the backward reads instead of computing whole layers again (RECOMPUTE=full): faster, on GPUs with 96 GB or more.

@@ -4,7 +4,7 @@
 #
 #   MODEL=dir DATA=chat.jsonl SAVE=runs/sft_26b_tp2_ep4 bash examples/diffusion_gemma/sft_26b_tp2_ep4.sh [FLAGS OF pretrain_dllm.py]
 #
-# Data: rows of OpenAI messages, ShareGPT, prompt and completion or Alpaca (README.md); packed to rows of 4096 tokens.
+# Data: rows of OpenAI messages, ShareGPT, prompt and completion or Alpaca (docs/data.md); packed to rows of 4096 tokens.
 # Every trainable parameter has an fp32 master and computes in bf16; masters and moments are shared out over the ranks. The router
 # stays frozen. Three epochs; the loss to expect depends on the data. Measured on GPUs: not yet.
 set -euo pipefail

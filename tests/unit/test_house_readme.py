@@ -212,6 +212,14 @@ def test_readme_tree_names_every_part_and_nothing_else():
     assert all((ROOT / name).exists() for name in named), named
 
 
+def test_pieces_of_python_run():
+    text = (ROOT / "docs" / "python.md").read_text()
+    names = {}
+    for piece in re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        exec(compile(piece, "docs/python.md", "exec"), names)
+    assert names["losses"] == sorted(names["losses"], reverse=True) and len(names["completion"].tokens) >= 1
+
+
 def imports_of(file: Path) -> set[str]:
     """The packages of ours that a file imports from, its own among them."""
     found, own = set(), file.relative_to(ROOT).with_suffix("").parts
