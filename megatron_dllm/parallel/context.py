@@ -125,6 +125,11 @@ class ParallelContext:
         groups = {name: Group.single(name, log=log) for name in GROUP_NAMES}
         return ParallelContext(**groups, sequence_parallel=False, device=torch.device(device), log=log)
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The ranks along each axis of both grids."""
+        return {axis: self.group(axis).size for axis in AXES}
+
     def group(self, axis: str) -> Group:
         """The group named `axis`."""
         if axis not in GROUP_NAMES:
@@ -132,4 +137,5 @@ class ParallelContext:
         return getattr(self, axis)
 
 
-GROUP_NAMES = ("tp", "cp", "dp", "pp", "ep", "etp", "edp", "dp_cp", "world")
+AXES = ("tp", "cp", "dp", "pp", "ep", "etp", "edp")
+GROUP_NAMES = (*AXES, "dp_cp", "world")

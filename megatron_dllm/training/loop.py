@@ -5,13 +5,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from ..config import RunConfig, to_arguments_text, to_flags
-from ..data.build import Sources, build_order, build_sources, build_tokenizer
+from ..data.build import Sources, build_sources, build_tokenizer
 from ..data.tokenizers import Tokenizer
 from ..diffusion.random import Stream
 from ..models.diffusion_gemma.build import build_model
@@ -26,14 +26,14 @@ from .batches import BatchMaker, PreparedBatch, training_batches
 from .draft_pass import choice_of_passes
 from .evaluation import Beat, check_scoring, evaluate, no_beat, sample_generations, score_answers
 from .folders import check_folders
-from .graphs import graphed
+from .graphs import GraphedMicrobatches, graphed
 from .logging import RunLogger
 from .norm_spikes import NormSpikes
 from .operations import TokenCounts, step_operations
 from .optimizer import MasterOptimizer
 from .profiling import StepProfiler
 from .rank_times import RankTimes
-from .saving import Saver, restore
+from .saving import Restored, Saver, restore
 from .schedules import LearningRateSchedule
 from .signals import SignalWatcher, StopPolicy, decode_reason, encode_reason
 from .status import RunStatus
@@ -59,6 +59,29 @@ class SkippedSteps:
 
     in_a_row: int = 0
     in_all: int = 0
+
+
+@dataclass
+class Running:
+    """What is there while a run trains: what it writes, watches and counts. `mark`: when the last step ended."""
+
+    status: RunStatus
+    logger: RunLogger
+    watch: Watch
+    signals: SignalWatcher
+    policy: StopPolicy
+    profiler: StepProfiler
+    graphs: GraphedMicrobatches | None
+    saver: Saver
+    meter: Throughput
+    spikes: NormSpikes
+    ranks: RankTimes
+    skipped: SkippedSteps = field(default_factory=SkippedSteps)
+    mark: float = field(default_factory=time.perf_counter)
+
+    def reason_to_stop(self, iteration: int) -> str | None:
+        """This rank's, after so many iterations."""
+        return self.policy.reason(iteration, now=time.monotonic(), signal_name=self.signals.requested)
 
 
 class TrainingFailed(RuntimeError):
@@ -98,8 +121,9 @@ class Trainer:
             if context.world.rank == 0:
                 check_folders(run)
             sources = build_sources(run.data, run.model, tokenizer, seed=run.training.seed)
-        train = _maker(run, sources, "train", context)
-        valid = _maker(run, sources, "valid", context) if run.evaluation.eval_interval and sources.valid else None
+        train = BatchMaker.of(run, sources.train, Stream.TRAIN, context)
+        evaluates = run.evaluation.eval_interval and sources.valid
+        valid = BatchMaker.of(run, sources.valid, Stream.EVALUATE, context) if evaluates else None
         if valid and run.evaluation.eval_generations is not None:
             check_scoring(run, sources.valid)
         total = num_iterations(run, train)
@@ -124,9 +148,25 @@ class Trainer:
             raise TrainingFailed(out_of_memory.report(error, self.run, self.context, self.model, self.optimizer)) from error
 
     def _fit(self) -> None:
-        rank, training = self.context.world.rank, self.run.training
         restored = restore(self)
-        start = restored.iteration
+        iteration = restored.iteration
+        with self._running(restored) as running:
+            running.ranks.restart()
+            for prepared in training_batches(self.train, start_iteration=iteration, iterations=self.total_iterations):
+                self._iterate(prepared, iteration, running)
+                iteration += 1
+                reason = agree(running.reason_to_stop(iteration), self.context)
+                if reason and iteration < self.total_iterations:
+                    break
+                running.ranks.restart()
+            else:
+                reason = None
+            running.saver.finish(iteration, reason)
+
+    @contextmanager
+    def _running(self, restored: Restored) -> Iterator[Running]:
+        """What a run writes, watches and counts while it trains."""
+        rank, training, start = self.context.world.rank, self.run.training, restored.iteration
         with (RunStatus(self.run_dir, rank=rank, total_iterations=self.total_iterations, iteration=start) as status,
               RunLogger(self.run_dir, self.run.logging, rank=rank, total_iterations=self.total_iterations, resumed_iteration=start,
                         arguments=to_flags(self.run)) as logger,
@@ -137,81 +177,81 @@ class Trainer:
                             on_abort=lambda: status.failed("interrupted twice")) as signals,
               StepProfiler(training, self.run_dir, rank=rank, device=self.context.device) as profiler):
             self._announce(logger, start)
+            self._write_arguments()
             graphs = None
             if training.cuda_graph_impl == "local":
                 graphs = graphed(self.model, limit=training.cuda_graph_limit, message=logger.message, pipeline=self.pipeline,
                                  optimizer=self.optimizer, sums_load=self.run.moe.moe_aux_loss_coeff > 0)
             saver = Saver(self, logger, status, restored.base, watch.beat)
-            policy = StopPolicy(training.exit_interval, training.exit_duration_in_mins, time.monotonic())
             meter = Throughput(num_devices=self.context.world.size, peak=self._peak(), with_operations=self.run.logging.log_throughput)
-            spikes, ranks = NormSpikes(self.run.logging.log_grad_norm_spike), RankTimes(self.context)
-            self.optimizer.after_backward = ranks.after_backward
-            iteration, reason, skipped, mark = start, None, SkippedSteps(), time.perf_counter()
-            ranks.restart()
-            for prepared in training_batches(self.train, start_iteration=start, iterations=self.total_iterations):
-                profiler.before_step(iteration)
-                self.model.train()
-                result = train_step(self.model, self.optimizer, prepared.inputs, self.schedule.at(iteration), pipeline=self.pipeline,
-                                    graphs=graphs, count_zeros=self.run.logging.log_num_zeros_in_grad)
-                mark = self._measure(prepared, meter, mark)
-                self._note_skipped(result, prepared, iteration, skipped, logger)
-                iteration += 1
-                if spike := spikes.note(iteration, result.grad_norm):
-                    logger.message(spike)
-                watch.beat(f"iteration {iteration}")
-                status.progress(iteration)
-                self._report(iteration, result, meter, logger, skipped, ranks)
-                self._evaluate(iteration, logger, saver, watch.beat)
-                saver.after(iteration)
-                reason = agree(policy.reason(iteration, now=time.monotonic(), signal_name=signals.requested), self.context)
-                if reason and iteration < self.total_iterations:
-                    break
-                ranks.restart()
-            else:
-                reason = None
-            saver.finish(iteration, reason)
+            policy = StopPolicy(training.exit_interval, training.exit_duration_in_mins, time.monotonic())
+            yield Running(status, logger, watch, signals, policy, profiler, graphs, saver, meter,
+                          NormSpikes(self.run.logging.log_grad_norm_spike), RankTimes(self.context))
 
-    def _measure(self, prepared: PreparedBatch, meter: Throughput, since: float) -> float:
-        """Count the step and the time since the one before, waiting for data included; the time now."""
+    def _iterate(self, prepared: PreparedBatch, done: int, running: Running) -> None:
+        """The step after so many `done` ones, and what is due after it."""
+        logger, iteration = running.logger, done + 1
+        running.profiler.before_step(done)
+        self.model.train()
+        result = train_step(
+            self.model, self.optimizer, prepared.inputs, self.schedule.at(done), pipeline=self.pipeline, graphs=running.graphs,
+            count_zeros=self.run.logging.log_num_zeros_in_grad, after_backward=running.ranks.after_backward)
+        self._measure(prepared, running)
+        self._note_skipped(result, prepared, iteration, running)
+        if spike := running.spikes.note(iteration, result.grad_norm):
+            logger.message(spike)
+        running.watch.beat(f"iteration {iteration}")
+        running.status.progress(iteration)
+        self._report(iteration, result, running)
+        self._evaluate(iteration, running)
+        running.saver.after(iteration)
+
+    def _measure(self, prepared: PreparedBatch, running: Running) -> None:
+        """Count the step and the time since the one before, waiting for data included."""
         tokens = TokenCounts.of(prepared.batch.plan, self.run.objective)
         operations = step_operations(
             self.run.model, tokens, recompute=self.run.training.recompute_granularity,
             recompute_modules=self.run.training.recompute_modules, frozen=self.has_adapters)
-        now = time.perf_counter()
-        meter.add(now - since, tokens, operations)
-        return now
+        since, running.mark = running.mark, time.perf_counter()
+        running.meter.add(running.mark - since, tokens, operations)
 
-    def _note_skipped(self, result: StepResult, prepared: PreparedBatch, iteration: int, skipped: SkippedSteps, logger: RunLogger) -> None:
+    def _note_skipped(self, result: StepResult, prepared: PreparedBatch, iteration: int, running: Running) -> None:
         """Report an update that was not made; TrainingFailed when there are too many in a row."""
+        skipped = running.skipped
         if result.is_finite:
             skipped.in_a_row = 0
             return
         skipped.in_a_row, skipped.in_all = skipped.in_a_row + 1, skipped.in_all + 1
-        text = (f"iteration {iteration + 1}: loss {result.loss}, gradient norm {result.grad_norm}: the update is skipped. "
+        text = (f"iteration {iteration}: loss {result.loss}, gradient norm {result.grad_norm}: the update is skipped. "
                 f"Its examples: {prepared.batch.describe()}")
-        logger.message(text)
+        running.logger.message(text)
         limit = self.run.training.max_skipped_steps
         if skipped.in_a_row >= limit:
             raise TrainingFailed(
                 f"{text}. {skipped.in_a_row} in a row: stopping (--max-skipped-steps {limit}); weights are those before them")
 
-    def _report(self, iteration: int, result: StepResult, meter: Throughput, logger: RunLogger, skipped: SkippedSteps,
-                ranks: RankTimes) -> None:
+    def _report(self, iteration: int, result: StepResult, running: Running) -> None:
+        """Log the metrics since the last time, at the first and last iteration and every --log-interval; else move the progress bar.
+
+        Every rank calls it: routers' figures and ranks' times are exchanged.
+        """
         if iteration % self.run.logging.log_interval and iteration not in (1, self.total_iterations):
-            logger.advance(iteration)
+            running.logger.advance(iteration)
             return
         routing = balance_metrics(self.model.routing.drain(), self.context)
         if self.pipeline is not None:
             routing = over_stages(routing, self.context.pp)
-        logger.log(iteration, {
+        running.logger.log(iteration, {
             "consumed_samples": iteration * self.run.training.global_batch_size, "learning_rate": self.schedule.at(iteration - 1),
-            **loss_metrics(result.terms), "grad_norm": result.grad_norm, "skipped": skipped.in_all,
+            **loss_metrics(result.terms), "grad_norm": result.grad_norm, "skipped": running.skipped.in_all,
             **({} if result.num_zeros is None else {"num_zeros": result.num_zeros}), **replay_metrics(result.replay),
-            **routing, **meter.drain(), **ranks.drain(),
+            **routing, **running.meter.drain(), **running.ranks.drain(),
             **memory_metrics(self.context.device)})
 
-    def _evaluate(self, iteration: int, logger: RunLogger, saver: Saver, beat: Beat) -> None:
-        evaluation = self.run.evaluation
+    def _evaluate(self, iteration: int, running: Running) -> None:
+        """Every --eval-interval and at the last iteration: losses on held-out rows, answers and their scores if asked for, samples for the
+        log, and the best model so far kept."""
+        evaluation, logger, beat = self.run.evaluation, running.logger, running.watch.beat
         if self.valid is None or (iteration % evaluation.eval_interval and iteration != self.total_iterations):
             return
         self.model.eval()
@@ -223,10 +263,10 @@ class Trainer:
         logger.log_evaluation(iteration, metrics)
         beat(f"the evaluation after iteration {iteration}")
         # No rank of a pipeline has the whole model that generation needs.
-        if self.run.objective.objective != "ar" and self.pipeline is None:
+        if self.run.objective.has_canvases and self.pipeline is None:
             for sample in sample_generations(self.model, self.run, self.sources.valid, self.tokenizer, LOGGED_GENERATIONS):
                 logger.log_generation(iteration, sample.prompt, sample.generated)
-        saver.after_evaluation(iteration, metrics)
+        running.saver.after_evaluation(iteration, metrics)
 
     @contextmanager
     def _watch(self, status: RunStatus) -> Iterator[Watch]:
@@ -264,6 +304,9 @@ class Trainer:
         if self.run.training.gradient_accumulation_fusion:
             logger.message(f"weight gradients of linear layers: added to fp32 by {weight_gradients(device).name}")
         logger.message(f"data: {len(self.sources.train):,} training examples; iterations {start} to {self.total_iterations}")
+
+    def _write_arguments(self) -> None:
+        """args.txt, from which the run can be started again."""
         if self.run_dir is not None and self.context.world.rank == 0:
             (self.run_dir / "args.txt").write_text(to_arguments_text(self.run), encoding="utf-8")
 
@@ -281,21 +324,8 @@ def agree(reason: str | None, context: ParallelContext) -> str | None:
 
 def describe_layout(context: ParallelContext) -> str:
     """The sizes that are not 1: "tp 2 (sequence parallel), dp 4"."""
-    sizes = {axis: context.group(axis).size for axis in ("tp", "cp", "dp", "pp", "ep", "etp", "edp")}
     note = " (sequence parallel)" if context.sequence_parallel else ""
-    return ", ".join(f"{axis} {size}{note if axis == 'tp' else ''}" for axis, size in sizes.items() if size > 1)
-
-
-def _maker(run: RunConfig, sources: Sources, split: str, context: ParallelContext) -> BatchMaker:
-    training = split == "train"
-    longest = max([length for _, length in run.objective.canvas_lengths()] or [run.model.canvas_length])
-    if run.objective.objective == "ar":
-        longest = 1
-    source = getattr(sources, split)
-    order = build_order(
-        source, run.data if training else replace(run.data, packing=False), canvas_length=longest, seed=run.training.seed, shuffle=training,
-        all_canvases=run.objective.objective != "ar" and run.objective.canvases_scored == "all")
-    return BatchMaker(run, source, order, Stream.TRAIN if training else Stream.EVALUATE, context)
+    return ", ".join(f"{axis} {size}{note if axis == 'tp' else ''}" for axis, size in context.sizes.items() if size > 1)
 
 
 def num_iterations(run: RunConfig, train: BatchMaker) -> int:

@@ -7,7 +7,7 @@ data-parallel rank holds masters and moments of its share of every bucket alone,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,7 +60,6 @@ class MasterOptimizer:
         self.algorithm = algorithm or algorithm_of(config.optimizer_backend, [parameter for _, parameter in trainable])
         self.torch = self.algorithm.make([self._group(True, config.weight_decay), self._group(False, 0.0)], config)
         self.num_steps = 0  # updates done so far
-        self.after_backward: Callable[[], None] = lambda: None  # called before the gradients' sums are waited for
 
     def _group(self, decayed: bool, weight_decay: float) -> dict[str, Any]:
         chosen = [h for h in self.held if (h.piece.parameter.ndim > 1) == decayed]
@@ -76,7 +75,6 @@ class MasterOptimizer:
 
     def finish_gradients(self) -> None:
         """Complete the gradients after the last backward; every rank calls it."""
-        self.after_backward()
         finalize_gradients(self.buckets, self.context)
 
     def grad_norm(self) -> Tensor:

@@ -297,11 +297,10 @@ class Saver:
         self.logger.message(f"saved {outcome.path} in {outcome.seconds:.1f} s")
 
     def _state(self, iteration: int) -> store.TrainingState:
-        trainer, context = self.trainer, self.trainer.context
-        layout = {axis: context.group(axis).size for axis in ("tp", "cp", "dp", "pp", "ep", "etp", "edp")}
+        trainer = self.trainer
         return store.TrainingState(
-            iteration, iteration * trainer.run.training.global_batch_size, trainer.optimizer.num_steps, layout, schedule_values(trainer),
-            self.base)
+            iteration, iteration * trainer.run.training.global_batch_size, trainer.optimizer.num_steps, trainer.context.sizes,
+            schedule_values(trainer), self.base)
 
     def export(self, iteration: int) -> None:
         """Write a transformers directory (of adapters: PEFT's) in the dtype that the run computes in; ranks give their parts of each tensor

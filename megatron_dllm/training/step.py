@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,14 +43,17 @@ class StepResult:
 
 
 def train_step(model: DiffusionGemma, optimizer: MasterOptimizer, microbatches: Sequence[MicrobatchInputs], lr: float, *,
-               pipeline: ModelPipeline | None = None, graphs: GraphedMicrobatches | None = None, count_zeros: bool = False) -> StepResult:
+               pipeline: ModelPipeline | None = None, graphs: GraphedMicrobatches | None = None, count_zeros: bool = False,
+               after_backward: Callable[[], None] = lambda: None) -> StepResult:
     """Run the step on this rank's microbatches, through the `pipeline` that the model is a part of, if it is, and by CUDA graphs, if given.
+
+    after_backward: called before the gradients' sums are waited for.
 
     A loss or gradient that is not finite leaves weights and moments as they were.
 
     ReplayError, before the update, if what MoE layers recorded for their recompute has changed.
     """
-    total = forward_backward(model, optimizer, microbatches, pipeline, graphs)
+    total = forward_backward(model, optimizer, microbatches, pipeline, graphs, after_backward)
     norm = optimizer.grad_norm()  # before anything waits for the device
     replay = None
     if model.recompute.parts:
@@ -75,7 +78,8 @@ def train_step(model: DiffusionGemma, optimizer: MasterOptimizer, microbatches: 
 
 
 def forward_backward(model: DiffusionGemma, optimizer: MasterOptimizer, microbatches: Sequence[MicrobatchInputs],
-                     pipeline: ModelPipeline | None = None, graphs: GraphedMicrobatches | None = None) -> LossTerms:
+                     pipeline: ModelPipeline | None = None, graphs: GraphedMicrobatches | None = None,
+                     after_backward: Callable[[], None] = lambda: None) -> LossTerms:
     """The global batch's losses; finished gradients are left in the optimizer's buckets."""
     if graphs is not None:
         total = functools.reduce(operator.add, graphs.each(microbatches if pipeline is None else [tuple(microbatches)]))
@@ -87,9 +91,8 @@ def forward_backward(model: DiffusionGemma, optimizer: MasterOptimizer, microbat
         optimizer.buckets.last_microbatch()
     else:
         total = _one_after_the_other(model, optimizer, microbatches)
-    if graphs is not None and graphs.has_summed:
-        optimizer.after_backward()
-    else:
+    after_backward()
+    if graphs is None or not graphs.has_summed:
         optimizer.finish_gradients()
     return sum_terms(total, model.context.dp_cp, model.context.pp)
 
