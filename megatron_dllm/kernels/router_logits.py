@@ -1,6 +1,5 @@
 """The router's product in fp32 by matrix units: each factor is a sum of three bf16 numbers, of whose products the six largest are taken,
-which is as near as fp32 itself. On an H200, 64 columns at a time, it took 15 us for 256 tokens, as torch's fp32 product does with its
-reduction; beside the dense MLP of 2048 tokens, whose products fill the device, 63 us against 115.
+which is as near as fp32 itself. The factors come in these parts: the weights are cut once, a token where its norm is made.
 
 Legend: T tokens, E experts, H hidden, S splits of H.
 """
@@ -31,27 +30,44 @@ class LogitsTiling:
     programs: int
 
 
-FEW_TILING = LogitsTiling(16, 32, 16, warps=8, stages=3, programs=2)
-# 2048 tokens with their choices: 36 us on an H200; by 8 warps, a program a processor, 64, by 128 rows 37.
-TILING = LogitsTiling(64, 32, 16, warps=4, stages=3, programs=2)
+# With the choices, us on an H200: 9.3 for 256 tokens, by 8 warps 10.2, by 64 rows 10.7; cut in the kernel, 15.7.
+FEW_TILING = LogitsTiling(32, 64, 16, warps=4, stages=3, programs=1)
+# 2048 tokens in 4 splits 24.3 us, by 8 warps 35.1; cut in the kernel, 36.4. In more splits, since the matrix units cut sums off where fp32
+# rounds: over 704 columns a weight was 6.3e-7 off float64's, over 352 3.3e-7, over 192 2.0e-7 (256 tokens; torch's fp32 product: 2.5e-7).
+TILING = LogitsTiling(64, 64, 8, warps=4, stages=3, programs=2)
+
+
+@triton.jit
+def _part(pointer, number, row, rows, inner, WIDTH: tl.constexpr, DEPTH: tl.constexpr):
+    """[., DEPTH] of rows of part `number` of [3, rows, WIDTH]."""
+    inside = (row < rows)[:, None]
+    if WIDTH % DEPTH != 0:
+        inside = inside & (inner < WIDTH)[None, :]
+    return tl.load(pointer + (number * rows + row).to(tl.int64)[:, None] * WIDTH + inner[None, :], mask=inside, other=0.0)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _partial(x, weight, partial, num_tokens, WIDTH: tl.constexpr, SPAN: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr,
-             COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr):
-    """partial [S, T, E]: the product over SPAN of the H columns."""
+             COLUMNS: tl.constexpr, DEPTH: tl.constexpr, DEPENDENT: tl.constexpr):
+    """partial [S, T, E]: the product of x [3, T, H] and weight [3, E, H] over SPAN of the H columns."""
     after_last(DEPENDENT)
     row, expert = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     start = tl.program_id(1) * SPAN
-    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    # The weights stand on the left: the matrix units take 64 rows of them for as few as 16 of ours.
+    large, small = tl.zeros((COLUMNS, ROWS), tl.float32), tl.zeros((COLUMNS, ROWS), tl.float32)
     for at in tl.range(start, tl.minimum(start + SPAN, WIDTH), DEPTH):
         inner = at + tl.arange(0, DEPTH)
-        inside = (inner < WIDTH)[None, :]
-        left = tl.load(x + row.to(tl.int64)[:, None] * WIDTH + inner[None, :], mask=(row < num_tokens)[:, None] & inside, other=0.0)
-        right = tl.load(weight + expert[:, None] * WIDTH + inner[None, :], mask=(expert < EXPERTS)[:, None] & inside, other=0.0)
-        total = tl.dot(left, right.T, total, input_precision=PRECISION)
-    place = (tl.program_id(1) * num_tokens + row).to(tl.int64)[:, None] * EXPERTS + expert[None, :]
-    tl.store(partial + place, total, mask=(row < num_tokens)[:, None] & (expert < EXPERTS)[None, :])
+        x_1, w_1 = _part(x, 0, row, num_tokens, inner, WIDTH, DEPTH).T, _part(weight, 0, expert, EXPERTS, inner, WIDTH, DEPTH)
+        x_2, w_2 = _part(x, 1, row, num_tokens, inner, WIDTH, DEPTH).T, _part(weight, 1, expert, EXPERTS, inner, WIDTH, DEPTH)
+        x_3, w_3 = _part(x, 2, row, num_tokens, inner, WIDTH, DEPTH).T, _part(weight, 2, expert, EXPERTS, inner, WIDTH, DEPTH)
+        small = tl.dot(w_3, x_1, small)
+        small = tl.dot(w_1, x_3, small)
+        small = tl.dot(w_2, x_2, small)
+        small = tl.dot(w_2, x_1, small)
+        small = tl.dot(w_1, x_2, small)
+        large = tl.dot(w_1, x_1, large)
+    place = (tl.program_id(1) * num_tokens + row).to(tl.int64)[None, :] * EXPERTS + expert[:, None]
+    tl.store(partial + place, large + small, mask=(row < num_tokens)[None, :] & (expert < EXPERTS)[:, None])
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -82,9 +98,19 @@ def _choose(partial, scale, indices, weights, num_tokens, SPLITS: tl.constexpr, 
     tl.store(weights + at, chosen * factor / tl.maximum(tl.sum(chosen, 1), 1e-30)[:, None], mask=inside)
 
 
+def in_parts(x: Tensor) -> Tensor:
+    """bf16 [3, ...] that add up to x fp32 [...], but for what is under 2^-24 of a number."""
+    parts, rest = [], x
+    for _ in range(3):
+        parts.append(rest.bfloat16())
+        rest = rest - parts[-1]
+    return torch.stack(parts)
+
+
 def choose_experts(x: Tensor, weight: Tensor, scale: Tensor, choices: int) -> tuple[Tensor, Tensor]:
-    """(weights fp32 [T, k], indices int64 [T, k]) of x [T, H], weight [E, H], scale [E], all fp32: see kernels.router.route."""
-    (num_tokens, width), num_experts = x.shape, len(weight)
+    """(weights fp32 [T, k], indices int64 [T, k]) of x [3, T, H] and weight [3, E, H], parts of fp32 as `in_parts` gives them, and scale
+    fp32 [E]: see kernels.router.route."""
+    (_, num_tokens, width), num_experts = x.shape, weight.shape[1]
     columns = next_power_of_2(num_experts)
     tiling = FEW_TILING if num_tokens <= FEW_TOKENS else TILING
     blocks = triton.cdiv(num_tokens, tiling.rows)
@@ -97,9 +123,8 @@ def choose_experts(x: Tensor, weight: Tensor, scale: Tensor, choices: int) -> tu
     weights = torch.empty(num_tokens, choices, dtype=torch.float32, device=x.device)
     if num_tokens:
         _partial[(blocks, splits)](
-            x, weight, partial, num_tokens, WIDTH=width, SPAN=span, EXPERTS=num_experts, ROWS=tiling.rows, COLUMNS=max(columns, 16),
-            DEPTH=tiling.depth, PRECISION="bf16x6" if x.is_cuda else "ieee", num_warps=tiling.warps, num_stages=tiling.stages,
-            **dependent(x.device, early=False))
+            x, weight, partial, num_tokens, WIDTH=width, SPAN=span, EXPERTS=num_experts, ROWS=tiling.rows, COLUMNS=max(columns, 64),
+            DEPTH=tiling.depth, num_warps=tiling.warps, num_stages=tiling.stages, **dependent(x.device, early=False))
         some = max(1, 512 // columns)
         _choose[(triton.cdiv(num_tokens, some),)](
             partial, scale, indices, weights, num_tokens, SPLITS=splits, EXPERTS=num_experts, CHOICES=choices, ROWS=some, COLUMNS=columns,

@@ -102,28 +102,32 @@ class Beside:
 
 
 class DecodeLayer:
-    """One block; `projection` [(h + 2 g) d, H], or [(h + g) d, H] where values are raw keys, is a copy."""
+    """One block; `projection` [(h + 2 g) d, H], or [(h + g) d, H] where values are raw keys, is a copy, as are the router's weights in
+    parts, [3, E, H]."""
 
     def __init__(self, block: TransformerBlock):
+        from ..kernels.router_logits import in_parts  # Triton is there with CUDA alone
+
         attention = block.attention
         projections = [attention.q_proj, attention.k_proj] + ([] if attention.v_proj is None else [attention.v_proj])
         self.block, self.projection = block, torch.cat([layer.weight.detach() for layer in projections])
+        self.router_parts = in_parts(block.moe.router.weight.detach())
 
     def __call__(self, x: Tensor, normed: Tensor, token_pass: TokenPass, cache: KeyCache, next_norm: Tensor,
                  beside: Beside) -> tuple[Tensor, Tensor]:
         """(y, rms_norm(y, next_norm)) of x [T, H] and `normed`, what the layer's first norm makes of it."""
-        from ..kernels import decode_residual, grouped_decode, grouped_many, residual, router_logits  # Triton is there with CUDA alone
+        from ..kernels import decode_residual, grouped_decode, grouped_many, router_logits  # Triton is there with CUDA alone
         from ..kernels.expert_rows import expert_rows
 
         block, eps = self.block, self.block.input_layernorm.eps
         router = block.moe.router
         attended = self._attend(normed, token_pass.layers[block.kind], cache)
         readers = block.pre_feedforward_layernorm.weight, block.pre_feedforward_layernorm_2.weight, router.scale
-        h, for_mlp, for_experts, scaled = residual.after_attention(
+        h, for_mlp, for_experts, scaled = decode_residual.after_attention(
             x, attended, block.post_attention_layernorm.weight, readers, router.root, eps)
         is_few = len(x) * router.topk <= FEW_ROWS * len(router.weight)
         together = is_few and len(x) <= MOST_TOGETHER
-        choose = partial(router_logits.choose_experts, scaled, router.weight, router.per_expert_scale, router.topk)
+        choose = partial(router_logits.choose_experts, scaled, self.router_parts, router.per_expert_scale, router.topk)
         if together:
             weights, indices = choose()
             rows = expert_rows(indices, len(router.weight), grouped_decode.UP_TILING.rows)

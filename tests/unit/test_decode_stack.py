@@ -53,11 +53,11 @@ def test_choose_experts_at_the_models_widths(num_tokens):
 def check_choices(num_tokens, width, num_experts, choices, device):
     """As near to float64 as twice torch's own fp32: the weights, and the probabilities of those chosen."""
     need_kernels(device)
-    from megatron_dllm.kernels.router_logits import choose_experts
+    from megatron_dllm.kernels.router_logits import choose_experts, in_parts
 
     x, weight = (draw(*shape, dtype=torch.float32, device=device, grad=False) for shape in ((num_tokens, width), (num_experts, width)))
     x, scale = x * width**-0.5, torch.rand(num_experts).to(device) + 0.5
-    weights, indices = choose_experts(x, weight, scale, choices)
+    weights, indices = choose_experts(in_parts(x), in_parts(weight), scale, choices)
     assert weights.dtype == torch.float32 and indices.dtype == torch.int64 and (indices.sort(-1).values.diff() > 0).all()
 
     def chosen(dtype):
@@ -164,6 +164,26 @@ def test_place_heads(has_values, device):
     torch.testing.assert_close(key[slots], reference.norm_and_rotate(raw[1], key_weight, *angles, eps), rtol=2**-7, atol=1e-5)
     torch.testing.assert_close(value[slots], reference.rms_norm(raw[-1], None, eps), rtol=2**-7, atol=1e-5)
     assert key.isnan().any(dim=(1, 2)).sum() == 12 - tokens and value.isnan().any(dim=(1, 2)).sum() == 12 - tokens
+
+
+@DEVICES
+@pytest.mark.parametrize("tokens, width", [(1, 40), (6, 130)])
+def test_after_attention(tokens, width, device):
+    """h rounded, then what follows from it as it is stored; the last result in parts that are as near as fp32."""
+    need_kernels(device)
+    from megatron_dllm.kernels.decode_residual import after_attention
+
+    x, y = (draw(tokens, width, dtype=BF16, device=device, grad=False) * factor for factor in (1, 3))
+    norms = [torch.rand(width).to(device, BF16) + 0.5 for _ in range(3)]
+    scale, factor, eps = torch.rand(width).to(device) + 0.5, 0.3, 1e-6
+    h, *got, parts = after_attention(x, y, norms[0], (norms[1], norms[2], scale), factor, eps)
+    want = x.double() + reference.rms_norm(y.double(), norms[0].double(), eps)
+    torch.testing.assert_close(h.double(), want, rtol=2**-8, atol=1e-6)
+    for ours, norm in zip(got, norms[1:], strict=True):
+        torch.testing.assert_close(ours.double(), reference.rms_norm(h.double(), norm.double(), eps), rtol=2**-8, atol=1e-6)
+    want = reference.rms_norm(h.double(), scale.double(), eps) * factor
+    assert parts.shape == (3, tokens, width) and parts.dtype == BF16
+    torch.testing.assert_close(parts.double().sum(0), want, rtol=2**-21, atol=2**-23 * want.abs().max().item())
 
 
 @DEVICES
