@@ -19,6 +19,7 @@ from megatron_dllm.parallel import FirstFailure, OtherRankFailed, ParallelContex
 from megatron_dllm.parallel.launch import launched
 from megatron_dllm.training.determinism import require_determinism
 from megatron_dllm.training.loop import Trainer, TrainingFailed
+from megatron_dllm.training.mistakes import is_told
 
 LAST_WORD_SECONDS = 2.0
 
@@ -67,6 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{who}ends, since {error}", file=sys.stderr)
         return 1
     except (TrainingFailed, ValueError) as error:
+        if isinstance(error, ValueError) and not is_told(error):
+            raise
         print(f"{who}error: {error}", file=sys.stderr)
         return 1 if isinstance(error, TrainingFailed) else 2
     except OSError as error:

@@ -23,6 +23,7 @@ from ..parallel import ParallelContext
 from ..transformer.packed_attention import packed_types
 from ..transformer.token_pass import SequenceSplit
 from .draft_pass import may_be_joint, order_of_passes
+from .mistakes import is_told
 
 
 @dataclass(frozen=True)
@@ -150,15 +151,22 @@ class PreparedBatch:
 
 
 class _Iterations(Dataset):
-    """Iteration number -> (its plan, this rank's microbatches): what a loader's process computes and hands over."""
+    """Iteration number -> (its plan, this rank's microbatches): what a loader's process computes and hands over; or the ValueError that is
+    told to people, which torch's loader would wrap in a traceback.
+    """
 
     def __init__(self, maker: BatchMaker):
         self.maker = maker
 
-    def __getitem__(self, iteration: int) -> tuple[BatchPlan, tuple[MicrobatchInputs, ...]]:
+    def __getitem__(self, iteration: int) -> tuple[BatchPlan, tuple[MicrobatchInputs, ...]] | ValueError:
         size = self.maker.run.training.global_batch_size
-        batch = self.maker.batch(range(iteration * size, (iteration + 1) * size), iteration)
-        return batch.plan, tuple(batch.microbatches())
+        try:
+            batch = self.maker.batch(range(iteration * size, (iteration + 1) * size), iteration)
+            return batch.plan, tuple(batch.microbatches())
+        except ValueError as error:
+            if is_told(error):
+                return error
+            raise
 
 
 def training_batches(maker: BatchMaker, *, start_iteration: int, iterations: int) -> Iterator[PreparedBatch]:
@@ -168,5 +176,8 @@ def training_batches(maker: BatchMaker, *, start_iteration: int, iterations: int
     loader = DataLoader(
         _Iterations(maker), batch_size=None, sampler=range(start_iteration, iterations), num_workers=workers,
         multiprocessing_context="fork" if workers else None)
-    for plan, inputs in loader:
+    for made in loader:
+        if isinstance(made, ValueError):
+            raise made
+        plan, inputs = made
         yield PreparedBatch(Batch(plan, maker, maker.context.dp.rank), inputs)

@@ -2,6 +2,7 @@
 import contextlib
 import dataclasses
 import json
+import math
 import re
 import shutil
 from pathlib import Path
@@ -12,9 +13,13 @@ import torch
 import pretrain_dllm
 from megatron_dllm.checkpoint import store
 from megatron_dllm.config import parse
+from megatron_dllm.data.sudoku import SudokuTokenizer
 from megatron_dllm.parallel import ParallelContext
+from megatron_dllm.training import loop
+from megatron_dllm.training.batches import BatchMaker
 from megatron_dllm.training.loop import Trainer, TrainingFailed, Watch
 from megatron_dllm.training.metrics_file import read_metrics
+from megatron_dllm.training.saving import restore
 from megatron_dllm.training.status import read_status
 
 FLAGS = ("--preset toy --num-layers 2 --layer-types sliding,full --vocab-size 9 --canvas-length 8 --data-source sudoku "
@@ -207,3 +212,50 @@ def test_assets_are_those_of_the_last_start(tmp_path):
     (tmp_path / "assets" / "tokenizer.json").write_text("of a model before")
     run(tmp_path, "--train-iters", "1", "--load", str(tmp_path))
     assert not (tmp_path / "assets").exists()
+
+
+@pytest.mark.parametrize("workers", ["0", "1"])
+def test_a_bad_row_is_told_in_its_own_words(tmp_path, monkeypatch, capfd, workers):
+    """With workers the run stood still, and then told torch's traceback of theirs."""
+    monkeypatch.setattr(BatchMaker, "batch", lambda *_: SudokuTokenizer(5))  # any mistake that the package tells
+    assert pretrain_dllm.main([*FLAGS, "--train-iters", "2", "--num-workers", workers, "--save", str(tmp_path)]) == 2
+    told = "Sudoku size 5: set --sudoku-size to one of (4, 9)"
+    assert capfd.readouterr().err.splitlines()[-1] == f"error: {told}"
+    assert read_status(tmp_path / "status.json")["reason"] == f"ValueError: {told}"
+
+
+def test_an_error_that_nobody_wrote_for_people_keeps_its_traceback(monkeypatch):
+    monkeypatch.setattr(BatchMaker, "batch", lambda *_: math.sqrt(-1.0))
+    with pytest.raises(ValueError, match="math domain error"):
+        pretrain_dllm.main([*FLAGS, "--train-iters", "2"])
+
+
+@pytest.mark.parametrize("flags", [[], ["--use-distributed-optimizer"]], ids=["", "distributed optimizer"])
+def test_masters_are_those_of_the_pretrained_weights(saved, flags):
+    """A bf16 run's first forward is right without them, and its first update would undo it."""
+    given = [*FLAGS, "--train-iters", "1", "--bf16", "--pretrained-checkpoint", str(saved), "--seed", "7", *flags]
+    trainer = Trainer.build(parse(given), ParallelContext.single())
+    drawn = dict((name, master.clone()) for name, master in trainer.optimizer.masters())
+    restore(trainer)
+    stored = store.find_newest(saved)
+    for name, master in trainer.optimizer.masters():
+        wanted = stored.read_whole(name)
+        torch.testing.assert_close(master, wanted, rtol=2**-8, atol=0)
+        if wanted.ndim > 1:  # all norms begin at one
+            assert not torch.allclose(drawn[name], wanted, rtol=2**-8), name
+
+
+def test_another_batch_size_is_not_resumed_with(saved, capsys):
+    assert pretrain_dllm.main([*FLAGS, "--train-iters", "6", "--global-batch-size", "8", "--load", str(saved)]) == 2
+    assert "has consumed 16 rows in 4 iterations; resume with 4" in capsys.readouterr().err
+
+
+def test_save_best_keeps_the_lowest_alone(tmp_path, monkeypatch):
+    losses = iter([3.0, 2.0, 2.5, 2.25, 1.5])
+    monkeypatch.setattr(loop, "evaluate", lambda *_: {"loss": next(losses)})
+    best = tmp_path / "best"
+    flags = ["--train-iters", "5", "--eval-interval", "1", "--save-best", "--exit-interval"]
+    run(tmp_path, *flags, "3")
+    assert [path.name for path in store.checkpoints_in(best)] == ["iter_0000002"] and float((best / "loss.txt").read_text()) == 2.0
+    run(tmp_path, *flags, "9", "--load", str(tmp_path))
+    assert [path.name for path in store.checkpoints_in(best)] == ["iter_0000005"] and float((best / "loss.txt").read_text()) == 1.5
