@@ -123,7 +123,7 @@ def test_norm_and_zeros_count_every_element_once():
 
 
 @pytest.mark.parametrize("distributed", [False, True])
-@pytest.mark.parametrize("clip", [0.0, 0.5])
+@pytest.mark.parametrize("clip", [0.0, 0.5, 64.0])
 def test_step_is_torch_adamw_on_the_whole(distributed, clip):
     model = Parameters()
     plain = copy.deepcopy(model)
@@ -150,6 +150,23 @@ def test_step_is_torch_adamw_on_the_whole(distributed, clip):
     for name, parameter in model.named_parameters():
         assert torch.allclose(parameter, getattr(plain, name), rtol=1e-13, atol=1e-15), name
     assert dict(ours.masters()).keys() == set(SHAPES) and ours.num_steps == 3
+
+
+@pytest.mark.parametrize(("clip", "clips"), [(0.5, True), (64.0, False), (0.0, False)], ids=["norm above", "norm below", "off"])
+def test_clipping_shrinks_a_gradient_and_never_enlarges_one(clip, clips):
+    model = Parameters()
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    config = OptimizerConfig(clip_grad=clip, weight_decay=0.0)
+    optimizer = MasterOptimizer(model, config, CONTEXT, algorithm=sgd)  # which shows a gradient's size
+    optimizer.buckets.last_microbatch()
+    model.backward()
+    optimizer.finish_gradients()
+    norm = optimizer.grad_norm()
+    assert 0.5 < norm < 64.0
+    optimizer.step(0.1, norm)
+    factor = clip / norm.item() if clips else 1.0
+    for name, parameter in model.named_parameters():
+        assert torch.allclose(before[name] - parameter, 0.1 * factor * torch.cos(before[name]), rtol=1e-6, atol=0), name
 
 
 def test_copies_follow_their_fp32_masters():
