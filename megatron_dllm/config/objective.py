@@ -65,6 +65,11 @@ class ObjectiveConfig:
         return self.has_canvases and self.canvases_scored == "all"
 
     @property
+    def is_reweighted(self) -> bool:
+        """Whether the diffusion loss is divided by 1 - t."""
+        return self.diffusion_loss in ("reweighted", "reweighted-loo")
+
+    @property
     def is_leave_one_out(self) -> bool:
         """Whether the logit of the noisy token that is seen is raised."""
         return self.diffusion_loss in ("loo", "reweighted-loo")

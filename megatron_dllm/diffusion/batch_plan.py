@@ -190,7 +190,7 @@ def _noise(key: DrawKey, objective: ObjectiveConfig, *, slot: int, num_slots: in
     if objective.noise_schedule in NOISE_SCHEDULES.rows:
         level = NOISE_SCHEDULES.rows[objective.noise_schedule](noise / NOISE_RANGE)
         noise = min(max(int(level * NOISE_RANGE), least), NOISE_RANGE)
-    if objective.diffusion_loss in ("reweighted", "reweighted-loo"):
+    if objective.is_reweighted:
         noise = min(noise, NOISE_RANGE - least)  # 1 / (1 - t) stays at most 1 / noise_min
     return noise
 

@@ -148,7 +148,7 @@ def _canvas(example: PlannedExample, canvas: int, text: np.ndarray, objective: O
     targets = text[start:start + length]
     replacement = example.key.below(vocab_size, Purpose.REPLACEMENT, start, length)
     weights = example.scored(canvas, objective) / max(denominators.decoder, 1)
-    if objective.diffusion_loss in ("reweighted", "reweighted-loo"):
+    if objective.is_reweighted:
         weights = weights / (1 - example.noise_level)
     if objective.objective in OBJECTIVES.rows:
         weights = weights * OBJECTIVES.rows[objective.objective].weights(example, canvas, objective)
