@@ -212,6 +212,17 @@ def test_readme_tree_names_every_part_and_nothing_else():
     assert all((ROOT / name).exists() for name in named), named
 
 
+def test_figures_told_again_are_those_of_the_performance_page():
+    measured = (ROOT / "docs" / "performance.md").read_text()
+    step = r"takes ([\d.]+) ms, where `transformers`\s+takes ([\d.]+) times and NeMo AutoModel ([\d.]+) times"
+    told = re.search(step, (ROOT / "README.md").read_text())
+    (row,) = re.findall(r"^\| batch 4 x 1024 \|.*$", measured, re.MULTILINE)
+    assert all(re.search(rf"\| {figure}\b", row) for figure in told.groups()), f"README.md tells {told.groups()} of {row}"
+    table = re.search(r"\*\*Measured\*\*.*?(?=\*\*Predicted)", (ROOT / "docs" / "recipes.md").read_text(), re.DOTALL).group(0)
+    gib = re.findall(r"^\|[^|]*\| \d+ \| ([\d.]+) \|", table, re.MULTILINE)
+    assert len(gib) == 7 and not [figure for figure in gib if not re.search(rf"(?<![\d.]){re.escape(figure)}(?![\d.])", measured)]
+
+
 def test_pieces_of_python_run():
     text = (ROOT / "docs" / "python.md").read_text()
     names = {}
