@@ -25,6 +25,7 @@ from ..models.diffusion_gemma.transformers_directory import CONFIG, Transformers
 from ..models.diffusion_gemma.transformers_export import Export, save_assets
 from ..parallel.gathering import gather_whole
 from ..parallel.placement import cut_rectangle
+from .changes import changed_flags
 from .evaluation import Beat
 from .folders import BEST, export_folder, is_iteration, make_way, note_export
 from .logging import RunLogger
@@ -66,6 +67,8 @@ def restore(trainer: Trainer) -> Restored:
     _check_adapters(trainer, found, base)
     _resume(trainer, found)
     _say(trainer, f"resuming from {found.path}, iteration {found.state.iteration}")
+    if changed := changed_flags(found.arguments, to_arguments_text(trainer.run)):
+        _say(trainer, f"changed since that checkpoint: {', '.join(changed)}")
     return Restored(found.state.iteration, base)
 
 

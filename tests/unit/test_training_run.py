@@ -259,3 +259,14 @@ def test_save_best_keeps_the_lowest_alone(tmp_path, monkeypatch):
     assert [path.name for path in store.checkpoints_in(best)] == ["iter_0000002"] and float((best / "loss.txt").read_text()) == 2.0
     run(tmp_path, *flags, "9", "--load", str(tmp_path))
     assert [path.name for path in store.checkpoints_in(best)] == ["iter_0000005"] and float((best / "loss.txt").read_text()) == 1.5
+
+
+def test_what_changed_since_the_checkpoint_is_told(saved, tmp_path, capsys):
+    folder = tmp_path / "same"
+    run(folder, "--train-iters", "4", "--load", str(saved), "--log-interval", "2")
+    assert "changed since" not in capsys.readouterr().out
+    run(tmp_path / "other", "--train-iters", "4", "--load", str(saved), "--seed", "7", "--adam-beta1", "0.5", "--deterministic-mode")
+    told, = [line for line in capsys.readouterr().out.splitlines() if line.startswith("changed since that checkpoint: ")]
+    for change in ("--seed 1234 became 7", "--adam-beta1 0.9 became 0.5", "--deterministic-mode off became on"):
+        assert change in told
+    assert told.count("became") == 3
