@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron_dllm.checkpoint import store
 from megatron_dllm.checkpoint.save import CheckpointWriter
 from megatron_dllm.config import parse, to_arguments_text
+from megatron_dllm.parallel.gathering import gather_whole
 from megatron_dllm.parallel.initialize import close, create_context
 from megatron_dllm.parallel.topology import Topology
 from megatron_dllm.training.batches import training_batches
@@ -103,3 +104,13 @@ def take(trainer: Trainer) -> Taken:
     loss = train_step(trainer.model, optimizer, prepared.inputs, trainer.schedule.at(STEPS), pipeline=trainer.pipeline).loss
     close(trainer.context)
     return Taken(tensors, loss)
+
+
+def start_under(rank: int, layout: str, folder: str) -> dict[str, Tensor]:
+    """Whole masters, and the parameters computed with as "copy/NAME", before the first step of bf16 training from `folder`'s weights."""
+    trainer = build(rank, layout, "--bf16", "--seed", "7", "--pretrained-checkpoint", folder)
+    restore(trainer)
+    copies = ((f"copy/{name}", gather_whole(p.detach(), p.placement, trainer.context)) for name, p in trainer.model.named_parameters())
+    tensors = {name: tensor.clone() for name, tensor in (*trainer.optimizer.masters(), *copies)}
+    close(trainer.context)
+    return tensors

@@ -9,7 +9,7 @@ from megatron_dllm.checkpoint.save import CheckpointWriter
 from megatron_dllm.checkpoint.shards import CheckpointError, Rectangle, Shard
 from megatron_dllm.parallel import Group
 from megatron_dllm.parallel.placement import Placement
-from tests.parallel.checkpoint_cases import LAYOUTS, LORA, load_under, save_under
+from tests.parallel.checkpoint_cases import LAYOUTS, LORA, load_under, save_under, start_under
 
 
 def world_of(rank: int, size: int) -> Group:
@@ -155,3 +155,12 @@ def test_adapters_go_on_under_another_layout(world, tmp_path, saved, loaded):
     assert before.tensors.keys() == after.tensors.keys() and all("adapter" in name for name in before.tensors)
     assert all(torch.equal(before.tensors[key], after.tensors[key]) for key in before.tensors)
     assert abs(before.next_loss - after.next_loss) < 1e-6
+
+
+def test_bf16_masters_are_pretrained_on_every_rank(world, tmp_path):
+    saved = world.run(save_under, "1", str(tmp_path), size=1)[0].tensors
+    layout = "tp2 dp2, distributed optimizer"
+    started = world.run(start_under, layout, str(tmp_path), size=LAYOUTS[layout][0])[0]
+    for name in (name for name in started if not name.startswith("copy/")):
+        wanted = saved[name] if ".router." in name else saved[name].bfloat16()
+        assert torch.equal(started[name], wanted.float()) and torch.equal(started[f"copy/{name}"], wanted), name
