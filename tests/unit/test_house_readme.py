@@ -1,6 +1,5 @@
 """Every command in the documents parses, and the README's tree and links lead somewhere."""
 
-import ast
 import multiprocessing
 import os
 import re
@@ -16,8 +15,8 @@ from typing import TextIO
 import pytest
 
 from megatron_dllm import config
+from tests.unit.test_house_style import IMPORTS, ROOT
 
-ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted(path for path in (ROOT / "docs").rglob("*.md") if path.name != "log.md")]
 # Where the model comes from does not matter to the other flags, and the folders of examples do not exist.
 MODEL_SOURCES = ("--preset", "--model-config", "--load", "--pretrained-checkpoint")
@@ -231,19 +230,6 @@ def test_pieces_of_python_run():
     assert names["losses"] == sorted(names["losses"], reverse=True) and len(names["completion"].tokens) >= 1
 
 
-def imports_of(file: Path) -> set[str]:
-    """The packages of ours that a file imports from, its own among them."""
-    found, own = set(), file.relative_to(ROOT).with_suffix("").parts
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {tuple(alias.name.split(".")) for alias in node.names}
-        if isinstance(node, ast.ImportFrom):
-            start = own[: len(own) - node.level] if node.level else ()
-            module = (*start, *(node.module.split(".") if node.module else ()))
-            found |= {(*module, alias.name) for alias in node.names} if len(module) < 2 else {module}
-    return {name[1] for name in found if name[0] == "megatron_dllm" and len(name) > 1}
-
-
 def test_imports_point_where_the_design_says():
     section = re.search(r"^## 1\. .*?(?=^## 2\. )", (ROOT / "docs" / "design.md").read_text(), re.MULTILINE | re.DOTALL).group(0)
     lines = re.findall(r"^(\d+)\. (.*)$", section, re.MULTILINE)
@@ -251,7 +237,6 @@ def test_imports_point_where_the_design_says():
     mutual = {int(number) for number, line in lines if "one another" in line}
     packages = {path.parent.name for path in (ROOT / "megatron_dllm").glob("*/__init__.py")}
     assert set(level) == packages
-    files = [(own, file) for own in packages for file in (ROOT / "megatron_dllm" / own).rglob("*.py")]
-    edges = {(own, other) for own, file in files for other in imports_of(file) & packages - {own}}
+    edges = {(own, other) for own in packages for other in IMPORTS[own]}
     wrong = {(own, other) for own, other in edges if level[other] > level[own] or level[other] == level[own] not in mutual}
     assert wrong == {("config", "pipeline")}, "docs/design.md, section 1 says which packages may import which"
