@@ -4,7 +4,7 @@ import dataclasses
 import pytest
 import torch
 
-from megatron_dllm.config import OptimizerConfig
+from megatron_dllm.config import MoEConfig, OptimizerConfig
 from megatron_dllm.kernels.copies import HostCopy
 from megatron_dllm.training.algorithms import by_kernel
 from megatron_dllm.training.optimizer import MasterOptimizer
@@ -13,8 +13,8 @@ from tests.unit.kernel_cases import DEVICES, need_kernels
 from tests.unit.toy import CONFIG, toy_inputs, toy_model, toy_plan
 
 
-def make(*, ahead):
-    model = toy_model(torch.bfloat16, config=dataclasses.replace(CONFIG, num_layers=1, layer_types=("full",)))
+def make(*, ahead, moe=MoEConfig()):  # noqa: B008 (immutable)
+    model = toy_model(torch.bfloat16, config=dataclasses.replace(CONFIG, num_layers=1, layer_types=("full",)), moe=moe)
     algorithm = dataclasses.replace(by_kernel, skips=ahead)
     return model, MasterOptimizer(model, OptimizerConfig(lr=1e-2, clip_grad=0.1), model.context, algorithm=algorithm)
 
@@ -52,3 +52,16 @@ def test_numbers_come_as_they_are(dtype, device):
     copies = HostCopy(*numbers).wait()
     assert [copy.item() for copy in copies] == [number.item() for number in numbers]
     assert all(copy.dtype == dtype and copy.device.type == "cpu" for copy in copies)
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["waits", "ahead"])
+def test_a_skipped_step_leaves_the_bias_of_experts(ahead):
+    need_kernels("cpu")
+    model, optimizer = make(ahead=ahead, moe=MoEConfig(moe_router_enable_expert_bias=True))
+    inputs, bias = toy_inputs(toy_plan(), dtype=torch.float32), model.layers["0"].moe.router.bias
+    train_step(model, optimizer, [inputs], 1e-2)
+    before = bias.value.clone()
+    assert before.any()
+    model.final_norm.weight.data[:1] = torch.inf
+    assert not train_step(model, optimizer, [inputs], 1e-2).is_finite
+    assert torch.equal(bias.value, before) and bias.load is None

@@ -6,7 +6,7 @@ import dataclasses
 import numpy as np
 import torch
 
-from megatron_dllm.config import PRESETS, ObjectiveConfig
+from megatron_dllm.config import PRESETS, MoEConfig, ObjectiveConfig
 from megatron_dllm.diffusion.batch_plan import BatchPlan, RowRequest, fit_example, plan_batch
 from megatron_dllm.diffusion.inputs import MicrobatchInputs
 from megatron_dllm.diffusion.passes import PassOptions, microbatch_inputs
@@ -22,10 +22,12 @@ CONFIG = dataclasses.replace(PRESETS["toy"], num_layers=3, layer_types=("sliding
 LENGTHS = ((5, 6), (0, 3), (9, 12), (2, 17), (1, 1), (20, 4), (3, 8), (11, 5))
 
 
-def toy_model(dtype=torch.float64, *, recompute=frozenset(), config=CONFIG, seed=5, context=None) -> DiffusionGemma:
+def toy_model(dtype=torch.float64, *, recompute=frozenset(), config=CONFIG, seed=5, context=None,
+              moe=MoEConfig()) -> DiffusionGemma:  # noqa: B008 (immutable)
     """A model whose initial values are nowhere special, on one process or in a context that does not cut weights."""
     model = DiffusionGemma(
-        config, context=context or ParallelContext.single(), init=Initializer(seed, 0.15), dtype=dtype, recompute=Recompute(recompute))
+        config, context=context or ParallelContext.single(), init=Initializer(seed, 0.15), dtype=dtype, recompute=Recompute(recompute),
+        moe=moe)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
