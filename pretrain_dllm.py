@@ -53,11 +53,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO if rank == 0 else logging.ERROR, format="%(message)s")
     try:
         run = parse(sys.argv[1:] if argv is None else argv)
-        if problems := validate(run, world_size=world_size):
-            raise ValueError(format_problems(problems))
-    except ValueError as error:  # the same on every rank
+        problems = validate(run, world_size=world_size)
+        mistakes = format_problems(problems) if problems else ""
+    except ValueError as error:
+        if not is_told(error):
+            raise
+        mistakes = str(error)
+    if mistakes:  # the same on every rank
         if rank == 0:
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {mistakes}", file=sys.stderr)
         return 2
     who = f"rank {rank}: " if world_size > 1 else ""
     try:
