@@ -67,6 +67,10 @@ def _notes(run: RunConfig) -> Path | None:
 def _check_export(run: RunConfig, folder: Path) -> None:
     """An export is made at the end, when it is too late to hear that it has no place."""
     if run.checkpoint.save_hf_interval:
+        others = sorted(path for path in folder.glob("iter_*") if is_iteration(path) and not _is_own_export(run, path))
+        if others:
+            raise ValueError(f"--save-hf {folder} holds {_listed(others, folder)}, none of them an export of this run: give another "
+                             "folder, or remove them")
         _check_writable("--save-hf", folder)
         return
     if folder.exists() and any(folder.iterdir() if folder.is_dir() else [folder]) and not _is_own_export(run, folder):

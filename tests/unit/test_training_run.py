@@ -199,6 +199,20 @@ def test_an_export_replaces_none_but_the_runs_own(tmp_path, capsys):
     assert not store.checkpoints_in(tmp_path / "other")
 
 
+def test_exports_at_an_interval_replace_none_but_the_runs_own(tmp_path, capsys):
+    flags = ["--train-iters", "2", "--save-hf-interval", "1", "--save-hf", str(tmp_path / "hf"), "--load", str(tmp_path / "run")]
+    run(tmp_path / "run", *flags, "--exit-interval", "1")
+    run(tmp_path / "run", *flags)
+    exported = tmp_path / "hf" / "iter_0000002"
+    (exported / "config.json").unlink()
+    exported.with_name("iter_0000003.partial").mkdir()  # of an export that was ended
+    shutil.rmtree(store.iteration_folder(tmp_path / "run", 2))
+    run(tmp_path / "run", *flags)  # from the first iteration again
+    assert (exported / "config.json").is_file()
+    assert pretrain_dllm.main([*FLAGS, *flags[:-2], "--save", str(tmp_path / "other")]) == 2
+    assert f"--save-hf {tmp_path / 'hf'} holds iter_0000001, iter_0000002, none of them an export of this run" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("score", ["nope", "regex:([", "json:nothing"])
 def test_a_score_that_is_none_is_told_before_the_first_step(tmp_path, capsys, score):
     flags = ["--train-iters", "1", "--eval-interval", "1", "--eval-generations", "1", "--eval-score", score]
