@@ -238,10 +238,11 @@ def test_a_bad_row_is_told_in_its_own_words(tmp_path, monkeypatch, capfd, worker
     assert read_status(tmp_path / "status.json")["reason"] == f"ValueError: {told}"
 
 
-def test_an_error_that_nobody_wrote_for_people_keeps_its_traceback(monkeypatch):
+@pytest.mark.parametrize("workers", ["0", "1"])
+def test_an_error_that_nobody_wrote_for_people_keeps_its_traceback(monkeypatch, workers):
     monkeypatch.setattr(BatchMaker, "batch", lambda *_: math.sqrt(-1.0))
     with pytest.raises(ValueError, match="math domain error"):
-        pretrain_dllm.main([*FLAGS, "--train-iters", "2"])
+        pretrain_dllm.main([*FLAGS, "--train-iters", "2", "--num-workers", workers])
 
 
 @pytest.mark.parametrize("flags", [[], ["--use-distributed-optimizer"]], ids=["", "distributed optimizer"])
@@ -264,15 +265,19 @@ def test_another_batch_size_is_not_resumed_with(saved, capsys):
     assert "has consumed 16 rows in 4 iterations; resume with 4" in capsys.readouterr().err
 
 
-def test_save_best_keeps_the_lowest_alone(tmp_path, monkeypatch):
-    losses = iter([3.0, 2.0, 2.5, 2.25, 1.5])
+def test_save_best_keeps_the_lowest_alone(tmp_path, monkeypatch, capsys):
+    """Also where the run is taken up from before its best."""
+    losses = iter([3.0, 2.5, 2.75, 2.0, 2.25, 1.5])
     monkeypatch.setattr(loop, "evaluate", lambda *_: {"loss": next(losses)})
-    best = tmp_path / "best"
-    flags = ["--train-iters", "5", "--eval-interval", "1", "--save-best", "--exit-interval"]
-    run(tmp_path, *flags, "3")
-    assert [path.name for path in store.checkpoints_in(best)] == ["iter_0000002"] and float((best / "loss.txt").read_text()) == 2.0
-    run(tmp_path, *flags, "9", "--load", str(tmp_path))
-    assert [path.name for path in store.checkpoints_in(best)] == ["iter_0000005"] and float((best / "loss.txt").read_text()) == 1.5
+    flags = ["--train-iters", "5", "--eval-interval", "1", "--save-best", "--save-interval", "1", "--exit-interval"]
+    for start, stop, told in ((0, 4, ["3.0", "2.5", "2.0"]), (1, 3, ["1.5"])):
+        for path in store.checkpoints_in(tmp_path)[:-1]:
+            shutil.rmtree(path)
+        run(tmp_path, *flags, str(stop), "--load", str(tmp_path))
+        output = capsys.readouterr().out
+        assert f"iterations {start} to" in output and re.findall(r"lowest evaluation loss so far, (\d\.\d)", output) == told
+        assert [path.name for path in store.checkpoints_in(tmp_path / "best")] == [f"iter_000000{stop}"]
+        assert (tmp_path / "best" / "loss.txt").read_text() == f"{told[-1]}\n"
 
 
 def test_what_changed_since_the_checkpoint_is_told(saved, tmp_path, capsys):
