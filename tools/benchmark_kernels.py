@@ -9,6 +9,7 @@ share of a copy's 4.26 TB/s (H200). Needs one CUDA device; about half a minute. 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import statistics
 import sys
 from collections.abc import Callable, Iterator
@@ -20,6 +21,10 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+
+if importlib.util.find_spec("triton") is None:
+    print("error: this needs a CUDA device and Triton, which is not installed: take a machine whose torch is built for CUDA", file=sys.stderr)
+    sys.exit(2)
 
 from megatron_dllm.kernels import gated_gelu, norm_and_rotate, permute, reference, rms_norm  # noqa: E402
 from megatron_dllm.moe import permute as moe  # noqa: E402

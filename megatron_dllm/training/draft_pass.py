@@ -118,10 +118,13 @@ def order_of_passes(run: RunConfig, plan: BatchPlan, number: int, *, on_gpu: boo
     wanted = run.training.draft_pass
     if wanted in ("shared", "apart"):
         return wanted
-    drafted = [own for own in (PassSizes.of(rank[number]) for rank in plan.microbatches) if own.drafts]
+    every = [PassSizes.of(rank[number]) for rank in plan.microbatches]
+    drafted = [own for own in every if own.drafts]
     if not drafted:
         return "shared"
-    if can_join and wants_joint(run, on_gpu=on_gpu) and (on_gpu or all(is_short(own, run.model.window_size) for own in drafted)):
+    # Copies of a pipeline all run both loops, those without a draft too.
+    joining = drafted if run.parallel.pipeline_model_parallel_size == 1 else every
+    if can_join and wants_joint(run, on_gpu=on_gpu) and (on_gpu or all(is_short(own, run.model.window_size) for own in joining)):
         return "joint"
     if on_gpu:
         is_apart = all(chosen_apart(run, own) for own in drafted)

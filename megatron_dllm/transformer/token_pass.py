@@ -135,10 +135,15 @@ class TokenPass:
         num_live = None if self.draws is None else self.draws.num_live
         return None if num_live is None else min(max(num_live - self.split.rank * self.num_own, 0), self.num_own)
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether Transformer Engine computes any attention of it."""
+        return any(isinstance(own, LayerPass) and isinstance(own.attention, PackedPlan) for own in self.layers.values())
+
     @cached_property
     def of_canvas(self) -> TokenPass:
-        """The pass of the canvas tokens alone, to which the keys of the clean ones are given (LayerContext); on one rank of a CPU, made
-        when it is first asked for."""
+        """The pass of the canvas tokens alone, to which the keys of the clean ones are given (LayerContext); on one rank of a CPU, not
+        packed, made when it is first asked for."""
         first = self.num_clean
         draws = None if self.draws is None else self.draws.map(lambda words: words[first:])
         routed = None if self.routed is None else self.routed.map(lambda values: values[first:])

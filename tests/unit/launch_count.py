@@ -14,6 +14,7 @@ from megatron_dllm.diffusion.nested import map_tensors, tensors_of
 from megatron_dllm.models.diffusion_gemma import model
 from megatron_dllm.moe import experts, router
 from megatron_dllm.moe.dispatchers import alltoall
+from megatron_dllm.tensor_parallel import cross_entropy
 from megatron_dllm.transformer import attention, block, mlp, norms, rotary
 
 # Operations that start nothing: memory, views of other names, and checks that plain torch makes on a CPU alone.
@@ -106,6 +107,7 @@ def count_kernels_as_launches(counter: LaunchCounter, monkeypatch: pytest.Monkey
     monkeypatch.setattr(norms.RMSNorm, "beside", beside)
     monkeypatch.setattr(attention.SelfAttention, "_projects_at_once", lambda self, x: False)  # a CPU alone does
     monkeypatch.setattr(experts.Experts, "_is_one_function", False)  # the same
+    monkeypatch.setattr(cross_entropy, "_is_first_of_largest", lambda logits, rows, is_largest: (logits.argmax(1) == rows) & is_largest)
     for place, name, num_backward in (
             (attention, "norm_heads", 2), (attention, "attend", 4), (block, "after_attention", 3), (block, "after_feed_forward", 2),
             (mlp, "gated_gelu", 1), (experts, "gated_gelu", 1), (router, "route", 2), (alltoall, "permute", 1), (alltoall, "unpermute", 1)):

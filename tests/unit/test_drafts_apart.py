@@ -170,6 +170,15 @@ def test_pass_sizes():
     assert found.seen.tolist() == [e.canvas_start(e.canvases[0]) for e in drafted] and 0 < found.drafts < found.canvas
 
 
+@pytest.mark.parametrize("pipelines, order", [(1, "joint"), (2, "shared")])
+def test_a_long_text_without_a_draft_has_a_second_loop_over_a_pipeline(pipelines, order):
+    """Its copy of the pipeline joins loops because another's does, and a CPU's attention keeps no rows of long texts."""
+    plan, other = toy_plan(ALL, ((12, 20),)), toy_plan(ObjectiveConfig(self_conditioning_prob=0.0), ((900, 300),), seq_length=2048)
+    plan = dataclasses.replace(plan, microbatches=(*plan.microbatches, *other.microbatches))
+    words = f"--preset toy --train-iters 1 --data-source sudoku --draft-pass joint --pipeline-model-parallel-size {pipelines}"
+    assert draft_pass.order_of_passes(parse(words.split()), plan, 0, on_gpu=False, can_join=True) == order
+
+
 @pytest.mark.parametrize("flags, kind, order", [
     ("", "cuda", "joint"), ("", "cpu", "apart"), ("--recompute-granularity full", "cuda", "apart"),
     ("--tensor-model-parallel-size 2", "cuda", "apart"), ("--moe-token-dispatcher-type allgather", "cuda", "apart"),

@@ -28,7 +28,7 @@ MISTAKES = {
     "a suite of benchmarks, wrong number": ("benchmark", ["--suite", "cpu", "--repeats", "1"], "--repeats 1: quartiles want 2 at least"),
     "a suite of checks without a world": ("verify", ["transport"], "needs a world of 2 or 4 processes, not 1: start it by torchrun"),
     "an abbreviated flag of a suite": ("verify", ["transport", "--dev", "cpu"], "--dev"),
-    "kernels without a device": ("benchmark_kernels", [], "and torch sees none"),
+    "kernels without a device": ("benchmark_kernels", [], "a CUDA device"),
     "puzzles that do not exist": ("sudoku", ["--clues", "9", "5", "--num-workers", "1"], "error: "),
     "data that are not there": ("show_data", ["--preset", "toy", "--data-path", "missing.jsonl"], "error: missing.jsonl: no such file"),
     "text that is not there": ("preprocess_data", ["--input", "missing", "--output-prefix", "out"], "error: missing: no such file"),

@@ -315,7 +315,7 @@ def bubble(suite: Suite, pipeline: ModelPipeline, gradients: MasterOptimizer | G
     taken = clock.drain()
     gradients.drop_gradients()
     conditioned = tuple(microbatch.second_pass is not None for microbatch in inputs)
-    schedule = pipeline.schedule(conditioned, False)
+    schedule = pipeline.schedule(conditioned, tuple(microbatch.joint is not None for microbatch in inputs), False)
     found = gathered((sum(duration for _, duration in taken), stage_times(schedule, rank, taken)), suite.world)
     measured = 1 - sum(busy for busy, _ in found) / (whole * len(found))
     expected, makespan = expected_bubble(schedule, {key: value for _, times in found for key, value in times.items()})

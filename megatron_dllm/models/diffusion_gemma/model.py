@@ -230,7 +230,7 @@ class DiffusionGemma(nn.Module):
         """Final hidden states, normed, of a pass's canvas tokens. On a CPU the last layer makes keys and values alone of the others."""
         *others, last = map(int, self.layers)
         layer, num_clean = self.layers[str(last)], token_pass.num_clean
-        if x.is_cuda or num_clean == 0 or not layer.gives_context:
+        if x.is_cuda or num_clean == 0 or not layer.gives_context or token_pass.is_packed:
             return self.run_layers(x, token_pass)[0][num_clean:]
         x, _ = self.run_blocks(x, others, token_pass, None)
         x, _ = layer(x[num_clean:], token_pass.of_canvas, layer.context(x[:num_clean], token_pass))
