@@ -23,7 +23,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 if importlib.util.find_spec("triton") is None:
-    print("error: this needs a CUDA device and Triton, which is not installed: take a machine whose torch is built for CUDA", file=sys.stderr)
+    print("error: this needs a CUDA device and Triton, which is not there: take a machine whose torch is built for CUDA", file=sys.stderr)
     sys.exit(2)
 
 from megatron_dllm.kernels import gated_gelu, norm_and_rotate, permute, reference, rms_norm  # noqa: E402

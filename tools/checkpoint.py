@@ -37,7 +37,7 @@ from megatron_dllm.config import CheckpointConfig, LoRAConfig, RunConfig, to_arg
 from megatron_dllm.models.diffusion_gemma.loading import open_base, stored_run  # noqa: E402
 from megatron_dllm.models.diffusion_gemma.peft_format import adapted, with_adapter  # noqa: E402
 from megatron_dllm.models.diffusion_gemma.transformers_directory import TransformersDirectory  # noqa: E402
-from megatron_dllm.training.saving import ASSETS  # noqa: E402
+from megatron_dllm.training.folders import ASSETS  # noqa: E402
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -53,6 +53,7 @@ OPTIMIZER_ARGS=(
 LOGGING_ARGS=(
   --log-interval 25
   --save "$RUN"
+  --load "$RUN"
 )
 
 solved() {  # solved LOAD FLAGS...

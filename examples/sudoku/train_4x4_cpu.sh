@@ -54,6 +54,7 @@ LOGGING_ARGS=(
   --eval-interval 500
   --eval-iters 4
   --save "$RUN"
+  --load "$RUN"
 )
 
 puzzles() {

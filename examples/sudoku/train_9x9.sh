@@ -64,6 +64,7 @@ LOGGING_ARGS=(
   --eval-interval 500
   --eval-iters 2
   --save "$RUN"
+  --load "$RUN"
 )
 
 puzzles() {

@@ -36,7 +36,7 @@ class Forward:
     """A forward whose backward has still to come."""
 
     received: Tensor | None
-    output: StageOutput
+    root: Tensor | None
 
 
 @dataclass
@@ -157,9 +157,9 @@ class _Step:
             return
         if loop and self.pipeline.is_joint(microbatch):
             first = self.forwards[microbatch, chunk, 0].received
-            self.forwards[microbatch, chunk, 0] = Forward(received if first is None else first, output)
+            self.forwards[microbatch, chunk, 0] = Forward(received if first is None else first, output.root)
         else:
-            self.forwards[microbatch, chunk, loop] = Forward(received, output)
+            self.forwards[microbatch, chunk, loop] = Forward(received, output.root)
 
     def _earlier(self, microbatch: int, chunk: int) -> Any:
         """What loop 1 reads of loop 0."""
@@ -181,7 +181,7 @@ class _Step:
     def _backward(self, action: Action) -> None:
         _, microbatch, chunk, loop = action[:4]
         forward = self.forwards.pop((microbatch, chunk, loop))
-        roots, gradients = [forward.output.root], [self._read(action)]
+        roots, gradients = [forward.root], [self._read(action)]
         if loop == 0 and len(self.pipeline.backward_loops(microbatch)) == 2:
             originals, given = self.contexts.pop((microbatch, chunk)).gradients()
             roots, gradients = roots + originals, gradients + given

@@ -6,9 +6,10 @@ WITHOUT_EFFECT = ("# Model", "# Parallelism", "# Logging", "# Checkpoints")
 
 
 def changed_flags(before: str, after: str) -> list[str]:
-    """"--seed 1234 became 5" for each flag that both texts of an args.txt have with different values."""
+    """"--seed 1234 became 5" for each flag that two texts of an args.txt, which leave out what is not given, have with other values."""
     then, now = _values(before), _values(after)
-    return [f"{flag} {then[flag]} became {value}" for flag, value in now.items() if then.get(flag, value) != value]
+    values = {flag: (then.get(flag, "none"), now.get(flag, "none")) for flag in {**then, **now}}
+    return [f"{flag} {old} became {new}" for flag, (old, new) in values.items() if old != new]
 
 
 def _values(text: str) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """The folders of a run, looked at before anything costs time: they can be written to, and a restart will find its own checkpoints."""
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Sequence
@@ -8,9 +9,11 @@ from pathlib import Path
 
 from ..checkpoint import store
 from ..config import RunConfig
+from ..models.diffusion_gemma.transformers_directory import CONFIG
 
 BEST = "best"  # of --save: the checkpoint with the lowest evaluation loss
-EXPORTS = "exports.txt"  # of the run's folder: the directories that the run has exported to, a line each
+ASSETS = "assets"  # of --save: what an export of the run carries through
+EXPORTS = "exports.txt"  # of the run's folder: the directories that the run has exported to, and by what number the disk knows each
 
 
 def check_folders(run: RunConfig) -> None:
@@ -28,6 +31,23 @@ def check_folders(run: RunConfig) -> None:
         _check_own(save, load)
     if run.checkpoint.save_hf:
         _check_export(run, Path(run.checkpoint.save_hf))
+
+
+def forget_assets(save: Path) -> None:
+    """Remove those of a start before this one, which may be another model's."""
+    if (save / ASSETS).exists() and _are_of_a_model(save / ASSETS):
+        shutil.rmtree(save / ASSETS)
+
+
+def _are_of_a_model(assets: Path) -> bool:
+    """A run keeps a model's configuration there before all else; a folder of this name may be anybody's."""
+    if not (assets / CONFIG).is_file():
+        return assets.is_dir() and not any(assets.iterdir())
+    try:
+        config = json.loads((assets / CONFIG).read_text(encoding="utf-8"))
+    except ValueError:
+        return False
+    return isinstance(config, dict) and isinstance(config.get("text_config"), dict)
 
 
 def is_iteration(folder: Path) -> bool:
@@ -51,12 +71,17 @@ def note_export(run: RunConfig, path: Path) -> None:
     """Remember that `path` is this run's."""
     if (notes := _notes(run)) is not None and not _is_own_export(run, path):
         with notes.open("a", encoding="utf-8") as file:
-            file.write(f"{path.resolve()}\n")
+            file.write(_line(path))
 
 
 def _is_own_export(run: RunConfig, path: Path) -> bool:
+    """Not where somebody has put another folder at the path since."""
     notes = _notes(run)
-    return notes is not None and notes.is_file() and str(path.resolve()) in notes.read_text(encoding="utf-8").splitlines()
+    return notes is not None and notes.is_file() and path.exists() and _line(path) in notes.read_text(encoding="utf-8").splitlines(True)
+
+
+def _line(path: Path) -> str:
+    return f"{path.resolve()}\t{path.stat().st_ino}\n"
 
 
 def _notes(run: RunConfig) -> Path | None:
@@ -88,7 +113,10 @@ def _check_writable(flag: str, folder: Path) -> None:
 
 
 def _check_own(save: Path, load: Path | None) -> None:
-    """Checkpoints in `save` are those that the run goes on from: any others a restart would take up in place of this run's."""
+    """What is in `save` is the run's own; other checkpoints than those that it goes on from a restart would take up in place of them."""
+    if (save / ASSETS).exists() and not _are_of_a_model(save / ASSETS):
+        raise ValueError(f"--save {save} holds {ASSETS}, which no run has made, and which exports would carry through: move it away, or "
+                         "give another folder")
     there = [*store.checkpoints_in(save), *store.checkpoints_in(save / BEST)]
     if not there or _same(load, save):
         return

@@ -27,14 +27,13 @@ from ..parallel.gathering import gather_whole
 from ..parallel.placement import cut_rectangle
 from .changes import changed_flags
 from .evaluation import Beat
-from .folders import BEST, export_folder, is_iteration, make_way, note_export
+from .folders import ASSETS, BEST, export_folder, forget_assets, is_iteration, make_way, note_export
 from .logging import RunLogger
 from .status import RunStatus
 
 if TYPE_CHECKING:
     from .loop import Trainer
 
-ASSETS = "assets"  # what an export of the run carries through: beside its checkpoints
 
 
 @dataclass(frozen=True)
@@ -59,8 +58,8 @@ def restore(trainer: Trainer) -> Restored:
         if found is None:
             _say(trainer, f"--load {folder} holds no checkpoint: starting "
                  + (f"from --pretrained-checkpoint {options.pretrained_checkpoint}" if options.pretrained_checkpoint else "at random"))
-    if found is None:
-        _forget_assets(trainer)
+    if found is None and options.save and world.rank == 0:
+        forget_assets(Path(options.save))
     base = _start(trainer) if found is None or trainer.has_adapters else {}
     if found is None:
         return Restored(0, base)
@@ -179,13 +178,6 @@ def _load_pretrained(trainer: Trainer, path: Path) -> TensorSource:
     trainer.optimizer.refresh_masters()
     _say(trainer, f"starting from the weights of {path}")
     return source
-
-
-def _forget_assets(trainer: Trainer) -> None:
-    """Those of a start before this one may be another model's."""
-    assets = _assets_folder(trainer)
-    if trainer.context.world.rank == 0 and assets is not None and assets.exists():
-        shutil.rmtree(assets)
 
 
 def _say(trainer: Trainer, text: str) -> None:

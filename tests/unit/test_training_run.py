@@ -17,6 +17,7 @@ from megatron_dllm.data.sudoku import SudokuTokenizer
 from megatron_dllm.parallel import ParallelContext
 from megatron_dllm.training import loop
 from megatron_dllm.training.batches import BatchMaker
+from megatron_dllm.training.changes import changed_flags
 from megatron_dllm.training.loop import Trainer, TrainingFailed, Watch
 from megatron_dllm.training.metrics_file import read_metrics
 from megatron_dllm.training.saving import restore
@@ -223,9 +224,17 @@ def test_a_score_that_is_none_is_told_before_the_first_step(tmp_path, capsys, sc
 def test_assets_are_those_of_the_last_start(tmp_path):
     """Checkpoints were moved away, and the folder is started in again from another model."""
     (tmp_path / "assets").mkdir()
-    (tmp_path / "assets" / "tokenizer.json").write_text("of a model before")
+    (tmp_path / "assets" / "config.json").write_text('{"text_config": {}}')
     run(tmp_path, "--train-iters", "1", "--load", str(tmp_path))
     assert not (tmp_path / "assets").exists()
+
+
+def test_assets_of_others_are_left_alone(tmp_path, capsys):
+    """A common name: --save may be a folder of somebody's own."""
+    (tmp_path / "assets").mkdir()
+    (tmp_path / "assets" / "photo.txt").write_text("mine")
+    assert pretrain_dllm.main([*FLAGS, "--train-iters", "1", "--save", str(tmp_path)]) == 2
+    assert "holds assets, which no run has made" in capsys.readouterr().err and (tmp_path / "assets" / "photo.txt").read_text() == "mine"
 
 
 @pytest.mark.parametrize("workers", ["0", "1"])
@@ -289,3 +298,9 @@ def test_what_changed_since_the_checkpoint_is_told(saved, tmp_path, capsys):
     for change in ("--seed 1234 became 7", "--adam-beta1 0.9 became 0.5", "--deterministic-mode off became on"):
         assert change in told
     assert told.count("became") == 3
+
+
+def test_a_flag_that_was_not_given_is_a_change_too():
+    before, after = "# Precision\n--bf16\n--fp8-format e4m3", "# Precision\n--bf16\n\n# Data\n--chat-template x"
+    assert changed_flags(before, after) == ["--fp8-format e4m3 became none", "--chat-template none became x"]
+    assert changed_flags(before, before) == []
