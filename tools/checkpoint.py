@@ -37,7 +37,7 @@ from megatron_dllm.config import CheckpointConfig, LoRAConfig, RunConfig, to_arg
 from megatron_dllm.models.diffusion_gemma.loading import open_base, stored_run  # noqa: E402
 from megatron_dllm.models.diffusion_gemma.peft_format import adapted, with_adapter  # noqa: E402
 from megatron_dllm.models.diffusion_gemma.transformers_directory import TransformersDirectory  # noqa: E402
-from megatron_dllm.training.folders import ASSETS  # noqa: E402
+from megatron_dllm.training.folders import ASSETS, assets_of  # noqa: E402
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -173,8 +173,8 @@ def merge_checkpoints(arguments: argparse.Namespace) -> int:
     check_room(arguments.save, sum(spec.num_bytes for spec in specs))
     state = store.TrainingState(newest.state.iteration, 0, 0)
     written = write_weights(arguments.save, state, specs, mean_of(sources, specs), newest.arguments, lambda done, total: None)
-    if (newest.path.parent / ASSETS).is_dir():
-        shutil.copytree(newest.path.parent / ASSETS, arguments.save / ASSETS, dirs_exist_ok=True)
+    if (assets := assets_of(newest.path)) is not None:
+        shutil.copytree(assets, arguments.save / ASSETS, dirs_exist_ok=True)
     print(f"wrote {written}: the mean of iterations {', '.join(str(source.state.iteration) for source in sources)}")
     return 0
 
@@ -193,8 +193,8 @@ def merge_adapters(arguments: argparse.Namespace) -> int:
     full = replace(run, lora=LoRAConfig(), checkpoint=CheckpointConfig())
     written = write_weights(arguments.save, store.TrainingState(found.state.iteration, 0, 0), specs,
                             merged_elements(base, found, specs, run), to_arguments_text(full), lambda done, total: None)
-    if (found.path.parent / ASSETS).is_dir():
-        shutil.copytree(found.path.parent / ASSETS, arguments.save / ASSETS, dirs_exist_ok=True)
+    if (assets := assets_of(found.path)) is not None:
+        shutil.copytree(assets, arguments.save / ASSETS, dirs_exist_ok=True)
     print(f"wrote {written}: {base.path} with the adapters of {found.path}")
     return 0
 

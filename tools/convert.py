@@ -37,7 +37,7 @@ from megatron_dllm.models.diffusion_gemma.loading import compute_dtype, open_run
 from megatron_dllm.models.diffusion_gemma.peft_format import write_adapters  # noqa: E402
 from megatron_dllm.models.diffusion_gemma.transformers_directory import CONFIG, TransformersDirectory  # noqa: E402
 from megatron_dllm.models.diffusion_gemma.transformers_export import Export, save_assets  # noqa: E402
-from megatron_dllm.training.saving import ASSETS  # noqa: E402
+from megatron_dllm.training.folders import ASSETS, assets_of  # noqa: E402
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 TOKENIZER = "tokenizer_config.json"
@@ -98,7 +98,7 @@ def import_model(load: Path, save: Path, dtype: str | None) -> Path:
 def export_model(load: Path, save: Path, dtype: str | None, shard_bytes: int) -> Path:
     """The newest valid checkpoint of a run as a transformers directory; one of adapters as PEFT's."""
     found = open_run(load)
-    run, assets = stored_run(found), found.path.parent / ASSETS
+    run = stored_run(found)
     if found.state.base:
         held = DTYPES[dtype] if dtype else compute_dtype(run)
         print(f"converting the adapters of {found.path}")
@@ -111,7 +111,7 @@ def export_model(load: Path, save: Path, dtype: str | None, shard_bytes: int) ->
     else:
         dtype_of = found.dtype
     tokenizer = build_tokenizer(run.data, run.model.eos_token_id)
-    export = Export(run.model, found.read, dtype_of, assets if assets.is_dir() else None, tokenizer, run.generation)
+    export = Export(run.model, found.read, dtype_of, assets_of(found.path), tokenizer, run.generation)
     print(f"converting {found.path}")
     with progress_bar() as shown:
         export.write(save, shard_bytes=shard_bytes, progress=shown.advance_to)

@@ -13,7 +13,7 @@ from ..models.diffusion_gemma.transformers_directory import CONFIG
 
 BEST = "best"  # of --save: the checkpoint with the lowest evaluation loss
 ASSETS = "assets"  # of --save: what an export of the run carries through
-EXPORTS = "exports.txt"  # of the run's folder: the directories that the run has exported to, and by what number the disk knows each
+EXPORTS = "exports.txt"  # of the run's folder: the directories that the run has exported to, and when the newest file of each was written
 
 
 def check_folders(run: RunConfig) -> None:
@@ -37,6 +37,21 @@ def forget_assets(save: Path) -> None:
     """Remove those of a start before this one, which may be another model's."""
     if (save / ASSETS).exists() and _are_of_a_model(save / ASSETS):
         shutil.rmtree(save / ASSETS)
+
+
+def assets_of(checkpoint: Path) -> Path | None:
+    """Where what an export of a checkpoint carries through is kept, if anywhere: beside it, or beside the folder `best` that it lies in."""
+    places = [checkpoint.parent / ASSETS] + ([checkpoint.parent.parent / ASSETS] if checkpoint.parent.name == BEST else [])
+    return next((place for place in places if place.is_dir()), None)
+
+
+def keep_assets(checkpoint: Path, target: Path) -> None:
+    """A copy of a checkpoint's assets, if it has any: whole, or none."""
+    if (source := assets_of(checkpoint)) is not None:
+        partial = target.with_name(target.name + ".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.copytree(source, partial)
+        partial.rename(target)
 
 
 def _are_of_a_model(assets: Path) -> bool:
@@ -81,7 +96,9 @@ def _is_own_export(run: RunConfig, path: Path) -> bool:
 
 
 def _line(path: Path) -> str:
-    return f"{path.resolve()}\t{path.stat().st_ino}\n"
+    # In seconds, which copies keep.
+    newest = max((int(file.stat().st_mtime) for file in path.iterdir()), default=0) if path.is_dir() else 0
+    return f"{path.resolve()}\t{newest}\n"
 
 
 def _notes(run: RunConfig) -> Path | None:

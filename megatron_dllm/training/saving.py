@@ -27,13 +27,12 @@ from ..parallel.gathering import gather_whole
 from ..parallel.placement import cut_rectangle
 from .changes import changed_flags
 from .evaluation import Beat
-from .folders import ASSETS, BEST, export_folder, forget_assets, is_iteration, make_way, note_export
+from .folders import ASSETS, BEST, export_folder, forget_assets, is_iteration, keep_assets, make_way, note_export
 from .logging import RunLogger
 from .status import RunStatus
 
 if TYPE_CHECKING:
     from .loop import Trainer
-
 
 
 @dataclass(frozen=True)
@@ -64,6 +63,9 @@ def restore(trainer: Trainer) -> Restored:
     if found is None:
         return Restored(0, base)
     _check_adapters(trainer, found, base)
+    assets = _assets_folder(trainer)
+    if assets is not None and world.rank == 0 and not assets.exists():  # another folder than the checkpoint's
+        keep_assets(found.path, assets)
     _resume(trainer, found)
     _say(trainer, f"resuming from {found.path}, iteration {found.state.iteration}")
     if changed := changed_flags(found.arguments, to_arguments_text(trainer.run)):
@@ -173,8 +175,8 @@ def _load_pretrained(trainer: Trainer, path: Path) -> TensorSource:
                              "(tools/checkpoint.py merge-adapters)")
         source.check_all_held((name for name, _ in named_tensors(trainer.model)), world, kinds=(MODEL,))
         load_tensors(trainer.model, source, str(source.path), wanted=is_base)
-        if keeps_assets and (source.path.parent / ASSETS).is_dir():
-            shutil.copytree(source.path.parent / ASSETS, assets)
+        if keeps_assets:
+            keep_assets(source.path, assets)
     trainer.optimizer.refresh_masters()
     _say(trainer, f"starting from the weights of {path}")
     return source

@@ -18,6 +18,7 @@ from megatron_dllm.parallel import ParallelContext
 from megatron_dllm.training import loop
 from megatron_dllm.training.batches import BatchMaker
 from megatron_dllm.training.changes import changed_flags
+from megatron_dllm.training.folders import assets_of, keep_assets
 from megatron_dllm.training.loop import Trainer, TrainingFailed, Watch
 from megatron_dllm.training.metrics_file import read_metrics
 from megatron_dllm.training.saving import restore
@@ -304,3 +305,13 @@ def test_a_flag_that_was_not_given_is_a_change_too():
     before, after = "# Precision\n--bf16\n--fp8-format e4m3", "# Precision\n--bf16\n\n# Data\n--chat-template x"
     assert changed_flags(before, after) == ["--fp8-format e4m3 became none", "--chat-template none became x"]
     assert changed_flags(before, before) == []
+
+
+def test_assets_are_found_beside_a_checkpoint_and_above_the_best_one(tmp_path):
+    (tmp_path / "assets").mkdir()
+    (tmp_path / "assets" / "card.txt").write_text("x")
+    for checkpoint in (tmp_path / "iter_0000004", tmp_path / "best" / "iter_0000002"):
+        assert assets_of(checkpoint) == tmp_path / "assets"
+        keep_assets(checkpoint, tmp_path / f"of {checkpoint.name}")
+        assert (tmp_path / f"of {checkpoint.name}" / "card.txt").read_text() == "x"
+    assert assets_of(tmp_path / "other" / "iter_0000004") is None

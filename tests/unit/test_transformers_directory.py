@@ -275,6 +275,11 @@ def test_one_command_line_starts_resumes_and_is_requeued(exported, tmp_path, cap
     assert "max_lr 0.001 became 0.002" in capfd.readouterr().err
     assert pretrain_dllm.main([*command[:-2], "--lr", "2e-3", "--override-opt-param-scheduler"]) == 0
     assert (tmp_path / "hf" / "README.md").read_text() == "a model card\n"
+    # Into another folder, which the first one's assets come along to.
+    elsewhere = {"--load": tmp_path / "run" / "iter_0000004", "--save": tmp_path / "else", "--save-hf": tmp_path / "hf2", "--lr": "2e-3"}
+    flags = [str(word) for pair in elsewhere.items() for word in pair]
+    assert pretrain_dllm.main([*command[:-2], *flags, "--override-opt-param-scheduler"]) == 0
+    assert (tmp_path / "hf2" / "README.md").read_text() == "a model card\n"
     for file in (tmp_path / "run" / "iter_0000002").glob("*.safetensors"), (tmp_path / "run" / "iter_0000004").glob("*.safetensors"):
         next(file).unlink()
     assert pretrain_dllm.main(command) == 2
