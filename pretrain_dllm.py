@@ -74,15 +74,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (TrainingFailed, ValueError) as error:
         if isinstance(error, ValueError) and not is_told(error):
             raise
-        print(f"{who}error: {error}", file=sys.stderr)
+        _tell(f"{who}error: {error}", rank, world_size)
         return 1 if isinstance(error, TrainingFailed) else 2
     except OSError as error:
         if error.filename is None:
             raise
         # A disk that is full, a folder that is gone: no line of ours says more than the file's name.
-        print(f"{who}error: {error}", file=sys.stderr)
+        _tell(f"{who}error: {error}", rank, world_size)
         return 1
     return 0
+
+
+def _tell(text: str, rank: int, world_size: int) -> None:
+    """Without a launcher's agent rank 0 holds the store in which the others look for the cause, and must not be gone before they have."""
+    print(text, file=sys.stderr, flush=True)
+    if rank == 0 and world_size > 1:
+        time.sleep(LAST_WORD_SECONDS)
 
 
 if __name__ == "__main__":

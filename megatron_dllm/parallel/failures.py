@@ -36,12 +36,14 @@ class FirstFailure:
         if error is None or self._world.size == 1 or isinstance(error, OtherRankFailed):
             return
         text = describe(error)
-        try:
-            rank, _, first = _get_default_store().compare_set(KEY, "", f"{self._world.rank} {text}").decode().partition(" ")
-        except dist.DistError:  # the store has ended with the rank that holds it
-            return
         # torch's lost connections are plain RuntimeErrors, or its own that derive from it.
         follows = type(error) is RuntimeError or isinstance(error, dist.DistError)
+        try:
+            rank, _, first = _get_default_store().compare_set(KEY, "", f"{self._world.rank} {text}").decode().partition(" ")
+        except dist.DistError:  # the store has ended with the process that holds it: the launcher's, or rank 0
+            if follows and self._world.rank != 0:
+                raise OtherRankFailed("rank 0, or the launcher, has ended: see what it says") from None
+            return
         if int(rank) != self._world.rank and (follows or first == text):
             raise OtherRankFailed(f"rank {rank} failed: {first_line(first)}") from None
 
@@ -82,8 +84,8 @@ class FirstRankFirst:
 
 
 def first_line(text: str) -> str:
-    """Of a message that may be a table."""
-    return text.partition("\n")[0]
+    """Of a message that may be a table, or nothing."""
+    return text.strip().partition("\n")[0] or "an error without a text"
 
 
 def describe(error: BaseException) -> str:

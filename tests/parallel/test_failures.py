@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_dllm.parallel import FirstFailure, FirstRankFirst, OtherRankFailed, Topology, create_context
+from megatron_dllm.parallel import FirstFailure, FirstRankFirst, Group, OtherRankFailed, Topology, create_context, failures
 from tests.parallel.world import RankFailure
 
 
@@ -83,3 +83,24 @@ def test_what_follows_a_failure_is_told_by_its_cause(world, case):
 def test_the_first_failure_passes_as_it_is(world):
     _, (found, text) = world.run(fail_after_another, RuntimeError("device-side assert"), True, size=2)
     assert (found, text) == (RuntimeError, "device-side assert")
+
+
+class GoneStore:
+    def compare_set(self, *given):
+        raise dist.DistNetworkError("failed to recv, got 0 bytes")
+
+
+@pytest.mark.parametrize("rank, error, kind", [
+    (1, RuntimeError("Connection closed by peer"), OtherRankFailed), (1, ValueError("no such file"), ValueError),
+    (0, RuntimeError("Connection closed by peer"), RuntimeError)])
+def test_where_the_store_has_ended_too(monkeypatch, rank, error, kind):
+    """As under srun, where it ends with rank 0: the others do not print a connection's traceback."""
+    monkeypatch.setattr(failures, "_get_default_store", GoneStore)
+    with pytest.raises(kind) as raised, FirstFailure(Group("world", 2, rank, None, (0, 1))):
+        raise error
+    assert type(raised.value) is kind
+
+
+def test_a_failure_without_a_text_is_a_failure():
+    assert failures.first_line(failures.describe(ValueError())) == "an error without a text"
+    assert failures.first_line("\nbad rows\n3") == "bad rows"
