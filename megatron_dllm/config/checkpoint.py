@@ -17,7 +17,9 @@ class CheckpointConfig:
     )
     save_total_limit: int | None = flag("Keep so many of the newest checkpoints; all by default.", None)
     save_best: bool = flag("Also keep the checkpoint with the lowest evaluation loss.", False)
-    load: str | None = flag("Folder to resume from, with optimizer and data position.", None, metavar="DIR")
+    load: str | None = flag(
+        "Folder to resume from, with optimizer and data position: a run's, or one checkpoint's in it (iter_0000100).", None, metavar="DIR"
+    )
     override_opt_param_scheduler: bool = flag(
         "Resume with this command line's learning-rate schedule where the checkpoint has another.", False
     )
@@ -25,4 +27,4 @@ class CheckpointConfig:
         "Folder to take the weights from, ours or transformers', starting at step 0.", None, metavar="DIR"
     )
     save_hf: str | None = flag("Folder to export the model to in the transformers format, at the end.", None, metavar="DIR")
-    save_hf_interval: int | None = flag("Steps between exports to --save-hf.", None)
+    save_hf_interval: int | None = flag("Steps between exports, each to a folder of its own in --save-hf (iter_0000100).", None)
