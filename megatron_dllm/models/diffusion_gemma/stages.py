@@ -37,8 +37,9 @@ class ModelStage:
     model: DiffusionGemma
     stage: Stage
 
-    def __call__(self, inputs: MicrobatchInputs, loop: int, received: Tensor | None, earlier: Contexts | None) -> StageOutput:
-        """See PipelineStage. Loop 0 is the first pass, loop 1 the second; `report` is the pass's LossTerms."""
+    def __call__(self, inputs: MicrobatchInputs, loop: int, received: Tensor | None, earlier: Contexts | _FirstLoop | None) -> StageOutput:
+        """See PipelineStage. Loop 0 is the first pass, loop 1 the second; `report` is the pass's LossTerms. Where both loops have one
+        backward (`joint`), what loop 1 reads of loop 0 is a _FirstLoop."""
         if inputs.joint is not None:
             return self._first(inputs, received) if earlier is None else self._second(inputs, received, earlier)
         model, token_pass = self.model, inputs.second_pass if loop else inputs.first_pass
