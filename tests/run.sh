@@ -12,7 +12,7 @@
 # Everything else goes to pytest: bash tests/run.sh --fast -k tokenizer -x
 set -euo pipefail
 
-unit=265 parallel=265 functional=300 verification=70
+unit=290 parallel=265 functional=275 verification=70
 marks="not full" slack=1 chosen=""
 arguments=()
 while [ $# -gt 0 ]; do
