@@ -17,7 +17,7 @@ marks="not full" slack=1 chosen=""
 arguments=()
 while [ $# -gt 0 ]; do
   case $1 in
-    --fast) unit=95 parallel=75 functional=5 verification=5 marks="not slow and not full" ;;
+    --fast) unit=104 parallel=66 functional=5 verification=5 marks="not slow and not full" ;;
     --all) verification=7200 marks="" ;;
     --slack)
       [ $# -gt 1 ] || { echo "error: --slack needs a factor, such as --slack 2" >&2; exit 2; }
