@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megatron_dllm.config import RunConfig, format_problems, parse, to_arguments_text, validate
 from megatron_dllm.parallel import FirstFailure, OtherRankFailed, ParallelContext, initialize
-from megatron_dllm.parallel.launch import launched
+from megatron_dllm.parallel.launch import launched, shares_gpu
 from megatron_dllm.training.determinism import require_determinism
 from megatron_dllm.training.loop import Trainer, TrainingFailed
 from megatron_dllm.training.mistakes import is_told
@@ -36,7 +36,8 @@ def train(run: RunConfig) -> None:
 def _train(run: RunConfig, context: ParallelContext) -> None:
     rank = context.world.rank
     if rank == 0:
-        print(f"device: {context.device}, torch {torch.__version__}", flush=True)
+        shared = "; all ranks of a host share it, so that no time says anything of the layout" if shares_gpu() else ""
+        print(f"device: {context.device}, torch {torch.__version__}{shared}", flush=True)
         for note in run.overrides:
             print(note, flush=True)
         print(to_arguments_text(run), flush=True)

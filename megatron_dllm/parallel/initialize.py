@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from datetime import timedelta
 
 import torch
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from megatron_dllm.config.parallel import ParallelConfig
 
 from .context import CommunicationLog, Group, ParallelContext
-from .launch import read_launch
+from .launch import SHARE_GPU, Launch, read_launch
 from .topology import GROUP_AXES, Topology
 
 BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
@@ -32,8 +33,8 @@ def initialize(config: ParallelConfig, *, device: str = "auto", timeout_minutes:
             raise ValueError(f"{error} (this is one process; start several with torchrun --nproc-per-node N or srun)") from None
         raise
     if launch is not None:
-        prepare_environment()
-    own_device = choose_device(device, local_rank)
+        prepare_environment(launch)
+    own_device = choose_device(device, 0 if launch and launch.shares_gpu else local_rank)
     if launch is not None:
         if own_device.type == "cuda":
             torch.cuda.set_device(own_device)
@@ -49,7 +50,7 @@ def initialize(config: ParallelConfig, *, device: str = "auto", timeout_minutes:
     return create_context(topology, rank=rank, device=own_device, sequence_parallel=config.sequence_parallel)
 
 
-def prepare_environment() -> None:
+def prepare_environment(launch: Launch) -> None:
     """Set what CUDA and NCCL read once, when they start, unless it is set already."""
     # Among few hardware queues work may stand behind a transfer that waits for it: a recorded pipeline of 8 microbatches did not end with
     # CUDA's own 8, and did with as many as there can be.
@@ -57,6 +58,10 @@ def prepare_environment() -> None:
     # NCCL would register the buffers of what a CUDA graph records, and takes each for one allocation, which those of expandable segments
     # are not (pytorch issue 158029).
     os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
+    if launch.shares_gpu:
+        # NCCL takes two ranks of one host on one device for a mistake; ranks that say they are hosts exchange by sockets.
+        os.environ["NCCL_HOSTID"] = f"{socket.gethostname()}, rank {launch.rank}"
+        os.environ.setdefault("NCCL_NET", "Socket")
 
 
 def choose_device(device: str, local_rank: int) -> torch.device:
@@ -70,7 +75,7 @@ def choose_device(device: str, local_rank: int) -> torch.device:
     if local_rank >= torch.cuda.device_count():
         raise ValueError(
             f"process {local_rank} of this host finds {torch.cuda.device_count()} CUDA devices; start at most as many processes a host, "
-            "or set --device cpu"
+            f"or set --device cpu, or {SHARE_GPU}=1 before the start, which only tries whether a layout runs"
         )
     return torch.device("cuda", local_rank)
 

@@ -19,13 +19,13 @@ from benchmarking import full  # noqa: E402
 def steps(rank, _):
     """The table's lines and how many cases are missed, from rank 0."""
     base = create_context(Topology(world=2), rank=rank, device=torch.device("cpu"), sequence_parallel=False)
-    arguments = argparse.Namespace(toy=True, layers=2, seq_length=32, long_length=192, repeats=1, cases=["cp2"])
+    arguments = argparse.Namespace(toy=True, device="cpu", layers=2, seq_length=32, long_length=192, repeats=1, cases=["cp2"])
     todo, contexts = full.chosen(2, arguments), {}
     results = [full.run_case(case, base, contexts, arguments) for case in todo]
     if rank:
         assert results == [None] * len(todo)
         return None
-    return full.table(todo, {result.case: result for result in results}, toy=True)
+    return full.table(todo, {result.case: result for result in results}, toy=True, device="cpu")
 
 
 @pytest.mark.slow

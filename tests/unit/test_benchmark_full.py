@@ -29,9 +29,7 @@ def test_cases_are_runs_that_can_start(ranks, size):
     for case in found:
         assert case.reference in known and (case.ranks == ranks) == case.trains
         known.add(case.name)
-        if size.toy and case.needs_cuda:
-            continue
-        run = case.run(size.toy)
+        run = case.run(size.toy, "cuda" if case.needs_cuda else "cpu")
         problems = config.validate(run, world_size=case.ranks)
         assert not problems, f"{case.name}: {config.format_problems(problems)}"
         assert run.training.global_batch_size % (run.parallel.data_parallel_size(case.ranks) * run.training.micro_batch_size) == 0
@@ -105,21 +103,23 @@ def test_commands_start_the_run_by_itself():
 
 
 def test_chosen_cases_bring_what_they_are_compared_with():
-    arguments = argparse.Namespace(toy=False, layers=None, seq_length=None, long_length=None, cases=["lora"])
+    arguments = argparse.Namespace(toy=False, device="cuda", layers=None, seq_length=None, long_length=None, cases=["lora"])
     assert [case.name for case in full.chosen(8, arguments)] == ["lora long, one device", "cp8, lora, long, graph", "cp8, lora, long"]
     arguments.cases = None
     names = [case.name for case in full.chosen(8, arguments)]
     assert "cp8, lora, long, graph" in names and "cp8, lora, long" not in names and "tp2+sp pp2 ep2" in names
-    arguments.toy = True
+    arguments.toy, arguments.device = True, "cpu"
     names = [case.name for case in full.chosen(4, arguments)]
     assert "cp4, lora, long" in names and not any("deepep" in name or "graph" in name for name in names)
+    arguments.device = "cuda"  # a rehearsal: what real widths run
+    assert [case.name for case in full.chosen(4, arguments)] == [case.name for case in cases(4, WHOLE) if not case.on_request]
 
 
 def test_table():
     todo = [case for case in cases(8, WHOLE) if case.name in (ONE.case, EIGHT.case, "pp4 vpp2, mHC 4")]
 
     def cells(*results):
-        lines, missed = full.table(todo, {result.case: result for result in results}, toy=True)
+        lines, missed = full.table(todo, {result.case: result for result in results}, toy=True, device="cpu")
         return {line.split("  ")[0]: line for line in lines}, missed
 
     lines, missed = cells(ONE, EIGHT)

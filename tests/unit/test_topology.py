@@ -119,11 +119,13 @@ SRUN = {"SLURM_STEP_NUM_TASKS": "16", "SLURM_PROCID": "9", "SLURM_LOCALID": "1",
         ({}, None),
         ({"SLURM_NTASKS": "16", "SLURM_PROCID": "0"}, None),  # a batch script, where srun has not been called
         (TORCHRUN, Launch(5, 8, 1, "env://")),
+        ({**TORCHRUN, "SHARE_GPU": "1"}, Launch(5, 8, 1, "env://", shares_gpu=True)),
+        ({**SRUN, "SHARE_GPU": "1"}, Launch(9, 16, 1, "tcp://gpu07:29500", shares_gpu=True)),
         (SRUN, Launch(9, 16, 1, "tcp://gpu07:29500")),
         ({**SRUN, "MASTER_ADDR": "head", "MASTER_PORT": "77"}, Launch(9, 16, 1, "tcp://head:77")),
         ({**SRUN, **TORCHRUN}, Launch(5, 8, 1, "env://")),
     ],
-    ids=["alone", "batch script", "torchrun", "srun", "srun with address", "torchrun under srun"],
+    ids=["alone", "batch script", "torchrun", "torchrun on one GPU", "srun on one GPU", "srun", "srun with address", "torchrun under srun"],
 )
 def test_read_launch(environment, launch):
     assert read_launch(environment) == launch
@@ -132,6 +134,8 @@ def test_read_launch(environment, launch):
 def test_read_launch_names_what_is_missing():
     with pytest.raises(ValueError, match="LOCAL_RANK, MASTER_PORT is not"):
         read_launch({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a"})
+    with pytest.raises(ValueError, match="SHARE_GPU='yes': set 1, or leave it out"):
+        read_launch({**TORCHRUN, "SHARE_GPU": "yes"})
 
 
 @pytest.mark.parametrize(

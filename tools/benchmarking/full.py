@@ -15,6 +15,7 @@ Starts its processes itself, and again after a case that failed or took too long
 those that it is given. However it goes, the table of what there is comes last, and in time.
 
 usage: python tools/benchmark.py --suite full --processes 8        (4 with --toy, for this machine's CPU)
+       SHARE_GPU=1 python tools/benchmark.py --suite full --toy --device cuda --processes 8        (a rehearsal on one GPU: losses alone)
 """
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ from .worlds import END_SECONDS, Watch, leave, run_parts, stack_file
 TIMEOUT_MINUTES = 2.0
 TABLE_SECONDS = 10.0  # of --seconds: kept for ending what has not ended, and for the table with its predictions
 SCRIPT = Path(__file__).resolve().parents[1] / "benchmark.py"
-AGREE = {True: 1e-5, False: 2e-3}  # relative difference of first losses: of the toy's in fp32, of those in bf16
+AGREE = {"cpu": 1e-5, "cuda": 2e-3}  # relative difference of first losses: of the toy's in fp32, of those in bf16
 WARMUP = 5  # steps: with graphs the first ones are calls and recordings, of microbatches and of the last one with the gradients' sums
 
 
@@ -90,7 +91,8 @@ class Result:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--processes", type=int, default=None, metavar="N", help="To start; without it: one for each GPU, 4 with --toy.")
-    parser.add_argument("--toy", action="store_true", help="Toy widths in fp32, over processes of this machine's CPU.")
+    parser.add_argument("--toy", action="store_true", help="Toy widths.")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=None, help="Of toy widths: the CPU, in fp32 (the default), or GPUs.")
     parser.add_argument("--layers", type=int, default=None, metavar="N", help="Layers; 30, with --toy 4. With mHC: three a pipeline rank.")
     parser.add_argument("--seq-length", type=int, default=None, metavar="N", help="Clean tokens of a row; 1024, with --toy 64.")
     parser.add_argument("--long-length", type=int, default=None, metavar="N", help="Tokens of the document; 100096, with --toy 512.")
@@ -107,6 +109,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print each case as it ends and the table last; the number of cases that failed or whose loss is not one device's."""
     rank, ranks = launched()
+    if arguments.device is None:
+        arguments.device = "cpu" if arguments.toy else "cuda"
+    if (arguments.toy, arguments.device) == (False, "cpu"):
+        raise Refusal("--device cpu: the released widths need GPUs; add --toy")
     if arguments.end is None:
         arguments.end = arguments.begun + arguments.seconds - TABLE_SECONDS
     if ranks > 1:
@@ -119,7 +125,8 @@ def run(arguments: argparse.Namespace) -> int:
         if ranks < 2:
             raise Refusal("the suite full shares the model over several GPUs; set --processes, or --toy")
         results = start_worlds(ranks, arguments)
-    lines, missed = table(chosen(ranks, arguments), {result.case: result for result in results}, arguments.toy)
+    lines, missed = table(chosen(ranks, arguments), {result.case: result for result in results}, toy=arguments.toy,
+                          device=arguments.device)
     print("\n".join(lines), flush=True)
     if launched()[1] > 1:
         dist.destroy_process_group()
@@ -130,11 +137,11 @@ def run(arguments: argparse.Namespace) -> int:
 def chosen(ranks: int, arguments: argparse.Namespace) -> list[Case]:
     """The cases that are asked for and can run here, with those that they are compared with."""
     size = Size.of(arguments.toy, arguments.layers, arguments.seq_length, arguments.long_length)
-    there = [case for case in cases(ranks, size) if not (arguments.toy and case.needs_cuda)]
+    there = [case for case in cases(ranks, size) if arguments.device == "cuda" or not case.needs_cuda]
 
     def is_wanted(case: Case) -> bool:
         if arguments.cases is None:
-            return arguments.toy or not case.on_request
+            return arguments.device == "cpu" or not case.on_request
         return any(text in case.name for text in arguments.cases)
 
     wanted = [case for case in there if is_wanted(case)]
@@ -151,7 +158,8 @@ def start_worlds(ranks: int, arguments: argparse.Namespace) -> list[Result]:
         return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--standalone", "--", str(SCRIPT),
                 "--suite", "full", "--part", str(part), "--results", str(path), "--repeats", str(arguments.repeats), *own,
                 "--end", str(arguments.end), "--case-seconds", str(arguments.case_seconds),
-                *(["--toy"] if arguments.toy else []), *([] if arguments.cases is None else ["--cases", *arguments.cases])]
+                "--device", arguments.device, *(["--toy"] if arguments.toy else []),
+                *([] if arguments.cases is None else ["--cases", *arguments.cases])]
 
     found = run_parts([case.name for case in chosen(ranks, arguments)], command, arguments.end)
     return [Result(**{**values, "losses": tuple(values["losses"])}) for values in found]
@@ -167,7 +175,7 @@ def run_in_world(todo: Sequence[Case], arguments: argparse.Namespace) -> list[Re
     watch = Watch(arguments.end, None if arguments.results is None else stack_file(arguments.results, rank))
     watch.allow(arguments.case_seconds)
     torch.set_num_threads(1)
-    base = initialize(ParallelConfig(), device="cpu" if arguments.toy else "cuda", timeout_minutes=TIMEOUT_MINUTES)
+    base = initialize(ParallelConfig(), device=arguments.device, timeout_minutes=TIMEOUT_MINUTES)
     contexts: dict[tuple[ParallelConfig, int], ParallelContext] = {}
     results: list[Result] = []
     for case in todo[arguments.part:]:
@@ -186,7 +194,7 @@ def run_case(case: Case, base: ParallelContext, contexts: dict[tuple[ParallelCon
              arguments: argparse.Namespace) -> Result | None:
     """On every rank; rank 0 gets the result. A case of one device runs on rank 0, and the others wait for it. Groups are kept in
     `contexts` for cases to come, since kernels of the last one may still have hold of them."""
-    run, result = case.run(arguments.toy), None
+    run, result = case.run(arguments.toy, arguments.device), None
     if case.ranks > 1:
         key = run.parallel, case.ranks
         if key not in contexts:
@@ -294,7 +302,7 @@ COLUMNS = ("case", "ms", "least", "most", "tokens/s", "TFLOP/s", "GiB", "exposed
            "predicted", "GiB", "")
 
 
-def table(todo: Sequence[Case], results: dict[str, Result], toy: bool) -> tuple[list[str], int]:
+def table(todo: Sequence[Case], results: dict[str, Result], *, toy: bool, device: str) -> tuple[list[str], int]:
     """(a line a case, how many failed or have another loss than one device)."""
     rows, missed = [COLUMNS], 0
     for case in todo:
@@ -305,7 +313,7 @@ def table(todo: Sequence[Case], results: dict[str, Result], toy: bool) -> tuple[
             continue
         seconds = r.step_ms * r.ranks / 1e3
         apart = abs(r.losses[0] / one.losses[0] - 1) if one else None
-        verdict = "" if not case.trains else "nothing to compare with" if one is None else "ok" if apart <= AGREE[toy] else "LOSS DIFFERS"
+        verdict = "" if not case.trains else "nothing to compare with" if one is None else "ok" if apart <= AGREE[device] else "LOSS DIFFERS"
         missed += verdict not in ("", "ok")
         rows.append((
             r.case, *(f"{value:.1f}" for value in (r.step_ms, r.least_ms, r.most_ms)), f"{r.tokens / seconds:.0f}",

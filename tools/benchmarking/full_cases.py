@@ -71,11 +71,11 @@ class Case:
     def trains(self) -> bool:
         return self.reference is not None
 
-    def run(self, toy: bool) -> RunConfig:
-        """As the recipe's command line gives it."""
+    def run(self, toy: bool, device: str = "cpu") -> RunConfig:
+        """As the recipe's command line gives it; a toy's on `device`, in fp32 on a CPU."""
         words = [*recipe_words(self.recipe, self.environment), *self.flags]
         if toy:
-            words = [*without(words, "--bf16", "--preset"), "--preset", "toy", "--device", "cpu"]
+            words = [*without(words, "--preset", *(["--bf16"] if device == "cpu" else [])), "--preset", "toy", "--device", device]
         return config.parse(without_weights(words))
 
     def command(self) -> str:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+from megatron_dllm.parallel.launch import shares_gpu
+
 # Instructions that change how low precision is multiplied, beyond the capability that torch reports.
 INSTRUCTIONS = ("avx512_bf16", "amx_tile", "amx_bf16")
 
@@ -36,6 +38,8 @@ def fingerprint(device: str, environment: Mapping[str, str] = os.environ) -> dic
             "processors": str(torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count),
             "nccl_algo": environment.get("NCCL_ALGO", "unset"),
             "cublas_workspace": environment.get("CUBLAS_WORKSPACE_CONFIG", "unset")}
+        if shares_gpu(environment):
+            entries["gpus"] = "one for all ranks"
     return entries
 
 
@@ -59,9 +63,10 @@ def code_digest(root: Path) -> str:
 
 
 def golden_name(entries: Mapping[str, str], processes: int) -> str:
-    """The file of a recipe's golden values on this kind of device with so many processes: "golden_cpu_x2.json"."""
+    """The file of a recipe's golden values on this kind of device with so many processes: "golden_cpu_x2.json"; "_shared" where all of
+    them share one."""
     device = re.sub(r"[^a-z0-9]+", "-", entries["device"].lower()).strip("-")
-    return f"golden_{device}_x{processes}.json"
+    return f"golden_{device}_x{processes}{'_shared' if 'gpus' in entries else ''}.json"
 
 
 def changed(ours: Mapping[str, str], golden: Mapping[str, str]) -> list[str]:

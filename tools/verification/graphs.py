@@ -1,6 +1,7 @@
 """CUDA graphs over the ranks of a launched world: steps that are replayed against the same steps as ordinary calls, bit for bit.
 
-Usage: torchrun --nproc-per-node 2 tools/verify.py graphs [--cases TEXT ...]      (more cases with 4; it needs GPUs)
+Usage: torchrun --nproc-per-node 2 tools/verify.py graphs [--cases TEXT ...]      (more cases with 4 and 8; it needs GPUs, or one and
+       SHARE_GPU=1)
 
 Of each layout two toy models in bf16, equal at first, take six steps of four microbatches or more, each step with other tokens: the one by
 ordinary calls, the other by graphs of a microbatch or, over a pipeline, of a whole step. Losses, gradient norms, numbers noted beside
@@ -32,6 +33,7 @@ from megatron_dllm.models.diffusion_gemma.build import build_model
 from megatron_dllm.models.diffusion_gemma.model import DiffusionGemma
 from megatron_dllm.models.diffusion_gemma.stages import ModelPipeline, build_pipeline
 from megatron_dllm.parallel import ParallelContext, Topology, communication, create_context, initialize
+from megatron_dllm.parallel.initialize import close
 from megatron_dllm.parallel.launch import launched
 from megatron_dllm.training.batches import BatchMaker
 from megatron_dllm.training.graphs import GraphedMicrobatches, graphs_of
@@ -49,18 +51,21 @@ BOUND = ("--moe-max-tokens-per-rank", str(LENGTH + CANVAS))
 EP2, TP2, CP2 = (("--" + name, "2") for name in ("expert-model-parallel-size", "tensor-model-parallel-size", "context-parallel-size"))
 ONE_FORM = ("--self-conditioning-prob", "0.5", "--cuda-graph-token-multiple", str(LENGTH), "--cuda-graph-canvas-multiple", "3")
 SHARED, JOINT = ("--draft-pass", "shared"), ("--draft-pass", "joint")
+EXPERTS_AGAIN = ("--recompute-granularity", "selective", "--recompute-modules", "moe")
 STREAMS = ("--enable-mhc-connections", "--mhc-num-residual-streams", "4")
 PP2 = ("--pipeline-model-parallel-size", "2", "--pipeline-model-parallel-layout")
 
 
 @dataclass(frozen=True)
 class Case:
-    """A layout over `ranks` processes, by the flags of a run. varied: texts of all lengths, several in a row."""
+    """A layout over `ranks` processes, by the flags of a run. varied: texts of all lengths, several in a row. response: the tokens of a
+    row that are not prompt, else half of it; with one canvas all microbatches attend alike."""
 
     name: str
     ranks: int
     flags: tuple[str, ...]
     varied: bool = False
+    response: int | None = None
 
     def run(self, further: tuple[str, ...]) -> RunConfig:
         """The run of these flags."""
@@ -88,8 +93,13 @@ CASES = (
     Case("ep2 alltoall, texts of all lengths", 2, (*EP2, "--moe-max-tokens-per-rank", str(LENGTH + 3 * CANVAS), *ONE_FORM), varied=True),
     Case("pp2, texts of all lengths", 2, (*PP2, "Ett|ttL", *ONE_FORM, "--self-conditioning-null", "uniform"), varied=True),
     Case("tp2+sp pp2 ep2", 4, (*TP2, "--sequence-parallel", *EP2, *BOUND, *PP2, "Ett|ttL")),
-    Case("cp2 pp2", 4, (*CP2, *PP2, "Ett|ttL")),
+    Case("cp2 pp2", 4, (*CP2, *PP2, "Ett|ttL"), response=CANVAS),
     Case("ep4 alltoall", 4, ("--expert-model-parallel-size", "4", *BOUND)),
+    Case("ep8 alltoall, experts again", 8, ("--expert-model-parallel-size", "8", *BOUND, *EXPERTS_AGAIN, "--use-distributed-optimizer")),
+    Case("tp2+sp pp2 ep2, two copies", 8, (*TP2, "--sequence-parallel", *EP2, *BOUND, *PP2, "Ett|ttL", "--use-distributed-optimizer")),
+    Case("pp4 vpp2, MTP, mHC, two copies", 8, ("--pipeline-model-parallel-size", "4", "--pipeline-model-parallel-layout",
+                                               "Et|t||t||t||mL", "--mtp-num-layers", "1", *STREAMS)),
+    Case("cp8, adapters", 8, ("--context-parallel-size", "8", "--lora-rank", "4", "--use-distributed-optimizer"), response=CANVAS),
 )
 
 
@@ -101,7 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the table on rank 0; the number of missed figures."""
     rank, world = launched()
     if world < 2 or not torch.cuda.is_available():
-        raise Refusal("graphs needs several processes with a GPU each: start it by torchrun --nproc-per-node 2")
+        raise Refusal("graphs needs several processes with a GPU each: start it by torchrun --nproc-per-node 2, with SHARE_GPU=1 on one GPU")
     torch.set_num_threads(1)
     base = initialize(ParallelConfig(), device="cuda", timeout_minutes=1.0)
     figures: list[Figure] = []
@@ -113,7 +123,6 @@ def run(arguments: argparse.Namespace) -> int:
         figures += found
         if rank == 0:
             print(f"{case.name}: {time.perf_counter() - start:.1f} s, " + ", ".join(f"{f.value:.0f}" for f in found), flush=True)
-        gc.collect()
         torch.cuda.empty_cache()
     missed = print_figures("graphs", figures) if rank == 0 else 0
     dist.destroy_process_group()
@@ -121,10 +130,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def compare(case: Case, base: ParallelContext, recorder: Callable[[MasterOptimizer], Recorder],
-            further: tuple[str, ...] = (), *, response: int | None = None, steps: int = STEPS,
-            limit: int = 8) -> tuple[Figure, Figure, Figure]:
-    """On every rank: how many of the `steps` and parameters differ on any of them, and how many units too few were replayed.
-    `response`: the tokens of a row that are not prompt, else half of it."""
+            further: tuple[str, ...] = (), *, steps: int = STEPS, limit: int = 8) -> tuple[Figure, Figure, Figure]:
+    """On every rank: how many of the `steps` and parameters differ on any of them, and how many units too few were replayed."""
     run = case.run(further)
     context = create_context(Topology.of(run.parallel, base.world.size), rank=base.world.rank, device=base.device,
                              sequence_parallel=run.parallel.sequence_parallel)
@@ -132,7 +139,7 @@ def compare(case: Case, base: ParallelContext, recorder: Callable[[MasterOptimiz
     graphs = graphs_of(graphed.model, recorder(graphed.optimizer), limit=limit, pipeline=graphed.pipeline, optimizer=graphed.optimizer,
                        sums_load=run.moe.moe_aux_loss_coeff > 0)
     count, vocabulary = steps * BATCH, run.model.vocab_size
-    rows = VariedRows(count, vocabulary) if case.varied else RandomRows(count, LENGTH, vocabulary, response)
+    rows = VariedRows(count, vocabulary) if case.varied else RandomRows(count, LENGTH, vocabulary, case.response)
     maker = BatchMaker(run, rows, rows, Stream.TRAIN, context)
     different = units = 0
     for number in range(steps):
@@ -145,6 +152,12 @@ def compare(case: Case, base: ParallelContext, recorder: Callable[[MasterOptimiz
     wrong += sum(not torch.equal(a, b) for a, b in zip(*noted, strict=True))
     lacking = max(0, units // 2 - graphs.drain().replayed) + (not graphs.has_summed)
     totals = communication.all_reduce(torch.tensor([different, wrong, lacking], device=context.device), context.world).tolist()
+    # NCCL ends a group only when no recording has hold of it any more.
+    del graphs
+    plain.release()
+    graphed.release()
+    gc.collect()
+    close(context)
     return (Figure(f"{case.name}: steps", totals[0], 0, f"of {steps} that differ in loss, gradient norm or another number"),
             Figure(f"{case.name}: parameters", totals[1], 0, "that differ at last, or counts of routers"),
             Figure(f"{case.name}: replays", totals[2], 0, f"of {units} calls too few"))
@@ -179,6 +192,10 @@ class Trained:
         model.train()
         optimizer = MasterOptimizer(model, run.optimizer, context, distributed=run.parallel.use_distributed_optimizer)
         return cls(model, optimizer, build_pipeline(model, run))
+
+    def release(self) -> None:
+        """Let go of what would keep itself alive."""
+        self.optimizer.buckets.release()
 
     def step(self, batch: Sequence[MicrobatchInputs], graphs: GraphedMicrobatches | None = None) -> StepResult:
         """One step of training."""
