@@ -7,9 +7,10 @@
 
 A case is tests/functional/<recipe>/config.yaml. A golden file is of a kind of device, a CPU or a GPU by its name, and says in which
 environment it was recorded: in the same one a run must match it exactly, in another one to the case's tolerances, and the table says so.
-Cases for more GPUs than there are here are left out, except with SHARE_GPU=1, whose golden files are others. --at-once N starts so many runs of a recipe beside each other, where GPUs have the
-memory: most of a short run is waiting, and no bit depends on it. While it records, what is done so far lies beside it in a
-file partial_*.json, which no run compares with; record --continue goes on from there, on the same code and in the same environment.
+Cases for more GPUs than there are here are left out, except with SHARE_GPU=1, which lets all ranks share one and has golden files of its
+own. --at-once N starts so many runs of a recipe beside each other, where GPUs have the memory: most of a short run is waiting, and no bit
+depends on it. While it records, what is done so far lies beside it in a file partial_*.json, which no run compares with; record --continue
+goes on from there, on the same code and in the same environment.
 """
 from __future__ import annotations
 
@@ -31,6 +32,7 @@ from functional_tests.fingerprint import changed, code_digest, fingerprint, gold
 from functional_tests.golden import Golden, Steps, compare, explain, partial_path, read_partial, write_partial  # noqa: E402
 from functional_tests.launching import Launcher, RunFailed  # noqa: E402
 from functional_tests.running import Outcome, environment_of, run_once, run_several, verify  # noqa: E402
+
 from megatron_dllm.parallel.launch import shares_gpu  # noqa: E402
 
 WHOLE = "uninterrupted run"

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.launch import takes
-from ..parallel import Group, ParallelContext, communication
+from ..parallel import ParallelContext, communication
 from ..pipeline.p2p import sum_between
 from ..tensor_parallel import sum_shared_gradients
 from .buckets import GradientBuckets, Piece
@@ -45,10 +45,9 @@ class GradientSums:
     pieces  what this rank has the sum of, in buckets that stay where they are
     """
 
-    def __init__(self, pieces: Iterable[Piece], world: Group):
-        pieces = list(pieces)
-        self.world, self.own = world, [piece for piece in pieces if piece.counted]
-        self.device = pieces[0].gradient.device if pieces else None
+    def __init__(self, pieces: Iterable[Piece], context: ParallelContext):
+        self.world, self.device = context.world, context.device  # also of a rank without pieces, whose stages are empty
+        self.own = [piece for piece in pieces if piece.counted]
         gradients = [piece.gradient for piece in self.own]
         self.by_kernel = takes(*gradients) and all(gradient.dtype == torch.float32 for gradient in gradients)
         self._tables: dict[tuple[str, ...], KernelPieces] = {}  # by the parameters that are read

@@ -56,7 +56,7 @@ class MasterOptimizer:
         self.parameters = dict(trainable)
         self.buckets = GradientBuckets(trainable, context, sharded=distributed, bucket_elements=bucket_elements)
         self.held = tuple(_hold(piece) for piece in self.buckets.pieces())
-        self.sums = GradientSums(self.buckets.pieces(), context.world)
+        self.sums = GradientSums(self.buckets.pieces(), context)
         self.algorithm = algorithm or algorithm_of(config.optimizer_backend, [parameter for _, parameter in trainable])
         self.torch = self.algorithm.make([self._group(True, config.weight_decay), self._group(False, 0.0)], config)
         self.num_steps = 0  # updates done so far

@@ -1,5 +1,6 @@
 """Buckets on one process: what accumulates where, in which order sums begin, and what norm, zeros and the optimizer make of it."""
 import copy
+import dataclasses
 import gc
 import weakref
 
@@ -117,9 +118,14 @@ def test_norm_and_zeros_count_every_element_once():
     model.backward(("embedding", "head"))
     finalize_gradients(buckets, CONTEXT)
     whole = torch.cat([torch.cos(model.embedding).flatten(), torch.cos(model.head).flatten()])
-    sums = GradientSums(buckets.pieces(), CONTEXT.world)
+    sums = GradientSums(buckets.pieces(), CONTEXT)
     assert sums.norm().item() == pytest.approx(whole.norm().item(), rel=1e-14)
     assert sums.num_zeros() == 3 + 18 + 7
+
+
+def test_norm_of_a_rank_without_parameters_is_on_its_device():
+    sums = GradientSums([], dataclasses.replace(CONTEXT, device=torch.device("meta")))
+    assert sums.norm().device.type == "meta"
 
 
 @pytest.mark.parametrize("distributed", [False, True])

@@ -215,7 +215,7 @@ def test_norm_and_zeros_by_the_kernel(device):
     optimizer.buckets.last_microbatch()
     model.backward(("embedding", "head"))
     optimizer.finish_gradients()
-    sums = GradientSums(optimizer.buckets.pieces(), optimizer.context.world)
+    sums = GradientSums(optimizer.buckets.pieces(), optimizer.context)
     wanted, zeros = optimizer.grad_norm(), optimizer.num_zeros()
     sums.by_kernel = True
     assert sums.num_zeros() == zeros == 3 + 18 + 7

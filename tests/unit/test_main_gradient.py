@@ -114,7 +114,7 @@ def test_a_gradient_that_nothing_reaches_is_zero(device):
 def test_norm_without_reading(device):
     need_kernels(device)
     experts, buckets = experts_of(device, by_kernels=True)
-    sums = GradientSums(buckets.pieces(), ParallelContext.single(device).world)
+    sums = GradientSums(buckets.pieces(), ParallelContext.single(device))
 
     def both():
         wanted = torch.cat([piece.gradient for piece in buckets.pieces()]).double().norm().item()

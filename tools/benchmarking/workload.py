@@ -136,7 +136,7 @@ class Gradients:
     def __init__(self, model: nn.Module, context: ParallelContext):
         trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
         self.buckets, self.context = GradientBuckets(trainable, context), context
-        self.sums = GradientSums(self.buckets.pieces(), context.world)
+        self.sums = GradientSums(self.buckets.pieces(), context)
 
     def finish_gradients(self) -> None:
         """As MasterOptimizer's."""

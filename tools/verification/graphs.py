@@ -111,7 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the table on rank 0; the number of missed figures."""
     rank, world = launched()
     if world < 2 or not torch.cuda.is_available():
-        raise Refusal("graphs needs several processes with a GPU each: start it by torchrun --nproc-per-node 2, with SHARE_GPU=1 on one GPU")
+        raise Refusal("graphs needs several processes with a GPU each: start it by torchrun --nproc-per-node 2; SHARE_GPU=1: one for all")
     torch.set_num_threads(1)
     base = initialize(ParallelConfig(), device="cuda", timeout_minutes=1.0)
     figures: list[Figure] = []
