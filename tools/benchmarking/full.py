@@ -313,7 +313,8 @@ def table(todo: Sequence[Case], results: dict[str, Result], *, toy: bool, device
             continue
         seconds = r.step_ms * r.ranks / 1e3
         apart = abs(r.losses[0] / one.losses[0] - 1) if one else None
-        verdict = "" if not case.trains else "nothing to compare with" if one is None else "ok" if apart <= AGREE[device] else "LOSS DIFFERS"
+        agrees = apart is not None and apart <= AGREE[device]
+        verdict = "" if not case.trains else "nothing to compare with" if one is None else "ok" if agrees else "LOSS DIFFERS"
         missed += verdict not in ("", "ok")
         rows.append((
             r.case, *(f"{value:.1f}" for value in (r.step_ms, r.least_ms, r.most_ms)), f"{r.tokens / seconds:.0f}",
