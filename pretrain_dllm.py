@@ -5,6 +5,7 @@ Alone it is one process; under torchrun or srun each process is one rank.
 """
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -30,6 +31,7 @@ def train(run: RunConfig) -> None:
     with FirstFailure(context.world):
         _train(run, context)
     if dist.is_initialized():
+        gc.collect()  # of what has cycles: NCCL ends no group that a CUDA graph has recorded, as long as there is the graph
         dist.destroy_process_group()
 
 

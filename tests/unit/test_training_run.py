@@ -1,11 +1,14 @@
 """Whole runs on one process: resume bit for bit, dtypes, refused updates, signals of how it ended."""
 import contextlib
 import dataclasses
+import gc
 import json
 import math
 import re
 import shutil
+import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -315,3 +318,17 @@ def test_assets_are_found_beside_a_checkpoint_and_above_the_best_one(tmp_path):
         keep_assets(checkpoint, tmp_path / f"of {checkpoint.name}")
         assert (tmp_path / f"of {checkpoint.name}" / "card.txt").read_text() == "x"
     assert assets_of(tmp_path / "other" / "iter_0000004") is None
+
+
+def test_groups_are_ended_when_the_training_is_gone(tmp_path, monkeypatch):
+    """What is alive then may be CUDA graphs, for whose end NCCL would wait."""
+    trainers, alive, fit = [], [], Trainer.fit
+    monkeypatch.setattr(Trainer, "fit", lambda self: (trainers.append(weakref.ref(self)), fit(self)))
+    monkeypatch.setattr(pretrain_dllm, "dist", SimpleNamespace(
+        is_initialized=lambda: True, destroy_process_group=lambda: alive.extend(one() is not None for one in trainers)))
+    gc.disable()
+    try:
+        pretrain_dllm.train(parse([*FLAGS, "--train-iters", "1", "--save", str(tmp_path)]))
+    finally:
+        gc.enable()
+    assert alive == [False]
