@@ -38,8 +38,7 @@ def train(run: RunConfig) -> None:
 def _train(run: RunConfig, context: ParallelContext) -> None:
     rank = context.world.rank
     if rank == 0:
-        shared = "; all ranks of a host share it, so that no time says anything of the layout" if shares_gpu() else ""
-        print(f"device: {context.device}, torch {torch.__version__}{shared}", flush=True)
+        print(device_line(context), flush=True)
         for note in run.overrides:
             print(note, flush=True)
         print(to_arguments_text(run), flush=True)
@@ -50,11 +49,19 @@ def _train(run: RunConfig, context: ParallelContext) -> None:
     Trainer.build(run, context).fit()
 
 
+def device_line(context: ParallelContext) -> str:
+    """The log's first line: what rank 0 computes on, and whether other ranks compute there too."""
+    shared = shares_gpu() and context.device.type == "cuda" and context.world.size > 1
+    return (f"device: {context.device}, torch {torch.__version__}"
+            + ("; all ranks of a host share it, so that no time says anything of the layout" if shared else ""))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; 0: finished or was asked to stop, 2: a mistake in what it was given, 1: a failure of this rank or another."""
-    rank, world_size = launched()
-    logging.basicConfig(level=logging.INFO if rank == 0 else logging.ERROR, format="%(message)s")
+    rank, world_size = 0, 1  # where the launcher's own variables are the mistake, every rank tells it
     try:
+        rank, world_size = launched()
+        logging.basicConfig(level=logging.INFO if rank == 0 else logging.ERROR, format="%(message)s")
         run = parse(sys.argv[1:] if argv is None else argv)
         problems = validate(run, world_size=world_size)
         mistakes = format_problems(problems) if problems else ""
