@@ -242,6 +242,7 @@ CONDITIONS = {
     "--self-conditioning-prob below 1": ({"self_conditioning_prob": 1.0}, {"self_conditioning_prob": 0.9}),
     "--data-source auto, chat or indexed": ({"data_source": "sudoku"}, {"data_source": "indexed"}),
     "--data-source auto or chat": ({"data_source": "indexed"}, {"data_source": "chat"}),
+    "--data-source auto, chat or sudoku": ({"data_source": "indexed"}, {"data_source": "chat"}),
     "--data-source sudoku": ({}, {"data_source": "sudoku"}),
     "--tokenizer-type HuggingFaceTokenizer": ({}, {"tokenizer_type": "HuggingFaceTokenizer"}),
     "--packing": ({}, {"packing": True}),
