@@ -11,7 +11,7 @@ from megatron_dllm.config import PRESETS, RunConfig, differences, parse, parse_o
 from megatron_dllm.config.arguments_file import split_arguments
 from megatron_dllm.config.flags import build_parser, flag, flags_of
 from megatron_dllm.config.run import FLAGS, GROUPS
-from megatron_dllm.config.unknown_flags import RENAMED, suggest
+from megatron_dllm.config.unknown_flags import NOT_HERE, RENAMED, suggest
 
 AWKWARD = ["", "a b", "it's", 'say "x"', "#x", "a#b", "-x", "--lr", "@x", "a=b", "\\", "ü", "x\ny", "$HOME", "*.json", "-1", "none"]
 
@@ -92,6 +92,7 @@ class TestParse:
             (["--trian-iters=4", "--lrr", "1"], ["--trian-iters; did you mean --train-iters?", "--lrr; did you mean --lr?"]),
             (["--learning-rate", "1"], ["did you mean --lr?"]),
             (["--recompute_activations"], ["did you mean --recompute-granularity?"]),
+            (["--overlap_grad_reduce"], ["leave it out: sums of gradients always overlap with the backward"]),
             (["--xyzzy"], ["unknown flag --xyzzy; --help lists all flags"]),
             (["--micro-batch", "4"], ["did you mean --micro-batch-size?"]),
             (["--lr", "fast"], ["--lr", "'fast' is not a number"]),
@@ -166,6 +167,12 @@ def test_suggest_knows_only_flags_that_exist():
         assert older not in known
         assert newer in known
         assert suggest("--" + older[2:].replace("-", "_"), known) == newer
+
+
+def test_flags_that_need_no_other_are_none_of_ours_and_name_only_ours():
+    known = {item.name for _, item in FLAGS.values()}
+    assert not NOT_HERE.keys() & (known | RENAMED.keys())
+    assert not {name for why in NOT_HERE.values() for name in re.findall(r"--[a-z0-9-]+", why)} - known
 
 
 def test_differences_names_the_flags_and_all_values():

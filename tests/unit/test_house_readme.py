@@ -15,6 +15,7 @@ from typing import TextIO
 import pytest
 
 from megatron_dllm import config
+from megatron_dllm.config.unknown_flags import answer
 from tests.unit.test_house_style import IMPORTS, ROOT
 
 DOCUMENTS = [ROOT / "README.md", *sorted(path for path in (ROOT / "docs").rglob("*.md") if path.name != "log.md")]
@@ -184,6 +185,16 @@ def test_flags_that_are_said_to_be_here_are_here():
     here = [same, *(line.split("|")[2] for line in others.splitlines() if line.startswith("| "))]
     named = {name for part in here for name in re.findall(r"--[a-z][a-z0-9-]+", part)}
     assert len(named) > 60 and not named - {item.name for _, item in config.run.FLAGS.values()}
+
+
+def test_flags_of_others_are_answered_when_they_are_given():
+    """What the page says of a flag that is not here is no use to who pastes a command without having read it."""
+    text = (ROOT / "docs" / "coming_from_megatron.md").read_text()
+    table = text.partition("## Names that differ")[2].partition("\n## ")[0]
+    known = {item.name for _, item in config.run.FLAGS.values()}
+    there = {name for line in table.splitlines() for name in re.findall(r"`(--[a-z0-9-]+)", line.split("|")[1] if "|" in line else "")}
+    assert len(there - known) >= 18
+    assert [name for name in sorted(there - known) if answer(name, known) == "--help lists all flags"] == []
 
 
 def test_citations_name_sections_that_there_are():
