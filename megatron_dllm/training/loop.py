@@ -28,6 +28,7 @@ from .evaluation import Beat, check_scoring, evaluate, no_beat, sample_generatio
 from .folders import check_folders
 from .graphs import GraphedMicrobatches, graphed
 from .logging import RunLogger
+from .mistakes import TrainingFailed
 from .norm_spikes import NormSpikes
 from .operations import TokenCounts, step_operations
 from .optimizer import MasterOptimizer
@@ -84,10 +85,6 @@ class Running:
         return self.policy.reason(iteration, now=time.monotonic(), signal_name=self.signals.requested)
 
 
-class TrainingFailed(RuntimeError):
-    """The run cannot go on; the text says why, and what the last good state is."""
-
-
 @dataclass(frozen=True)
 class Trainer:
     """Everything that a run holds. Immutable: what changes is in the model, the optimizer and the files."""
@@ -141,7 +138,7 @@ class Trainer:
         return self.run.lora.lora_rank is not None
 
     def fit(self) -> None:
-        """Train to the last iteration, or until a stop is asked for; TrainingFailed where the run cannot go on."""
+        """Train to the last iteration, or until a stop is asked for; TrainingFailed where the run cannot go on, or exports are missing."""
         try:
             self._fit()
         except torch.OutOfMemoryError as error:
@@ -162,6 +159,9 @@ class Trainer:
             else:
                 reason = None
             running.saver.finish(iteration, reason)
+        if running.saver.exporter.failed:
+            kept = f"its checkpoint is {running.saver.saved}" if running.saver.saved else "without a checkpoint, since there is no --save"
+            raise TrainingFailed(f"iteration {iteration} is done, {kept}; {running.saver.exporter.summary()}")
 
     @contextmanager
     def _running(self, restored: Restored) -> Iterator[Running]:

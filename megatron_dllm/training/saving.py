@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..checkpoint import store
 from ..checkpoint.model_state import TensorSource, fingerprint, load_tensors, named_tensors
@@ -17,18 +17,16 @@ from ..checkpoint.save import CheckpointWriter, SaveOutcome, describe_bytes
 from ..checkpoint.shards import Shard
 from ..checkpoint.storage import MODEL
 from ..config import to_arguments_text
-from ..models.diffusion_gemma.huggingface import Offset
 from ..models.diffusion_gemma.loading import no_model_in, stored_run
 from ..models.diffusion_gemma.lora import is_base
-from ..models.diffusion_gemma.peft_format import adapter_names, write_adapters
 from ..models.diffusion_gemma.transformers_directory import CONFIG, TransformersDirectory
-from ..models.diffusion_gemma.transformers_export import Export, save_assets
-from ..parallel.gathering import gather_whole
-from ..parallel.placement import cut_rectangle
+from ..models.diffusion_gemma.transformers_export import save_assets
 from .changes import changed_flags
 from .evaluation import Beat
-from .folders import ASSETS, BEST, export_folder, forget_assets, is_iteration, keep_assets, make_way, note_export
+from .exporting import Exporter
+from .folders import ASSETS, BEST, forget_assets, is_iteration, keep_assets
 from .logging import RunLogger
+from .mistakes import TrainingFailed
 from .status import RunStatus
 
 if TYPE_CHECKING:
@@ -204,7 +202,7 @@ class Saver:
         self.is_main = trainer.context.world.rank == 0
         self.saved: Path | None = None
         self.iteration = 0
-        self.exported: int | None = None
+        self.exporter = Exporter(trainer, logger, base, beat)
         self.best_loss = _best_so_far(self.options.save)
         self.writer = self._writer(Path(self.options.save)) if self.options.save else None
         if self.writer:
@@ -234,7 +232,7 @@ class Saver:
         if self.options.save and self.options.save_interval and iteration % self.options.save_interval == 0:
             self.save(iteration)
         if self.options.save_hf and self.options.save_hf_interval and iteration % self.options.save_hf_interval == 0:
-            self.export(iteration)
+            self.exporter.export(iteration)
 
     def after_evaluation(self, iteration: int, metrics: Mapping[str, float]) -> None:
         """Keep the model with the lowest evaluation loss under <save>/best."""
@@ -256,24 +254,30 @@ class Saver:
             self.logger.message(f"lowest evaluation loss so far, {loss:.6f}: saved to {folder}")
 
     def finish(self, iteration: int, reason: str | None) -> None:
-        """Save and export at the end of the run, and write how it ended."""
+        """Save and export at the end of the run, and write how it ended. TrainingFailed where the last checkpoint is missing."""
         self.iteration = iteration
-        if self.writer:
-            self._tell_all(self.writer.wait())
-            if self.saved != store.iteration_folder(self.writer.folder, iteration):
-                self.save(iteration)
-                self._tell_all(self.writer.wait())
-            self.writer.close()
-            if self.saved != store.iteration_folder(self.writer.folder, iteration):
-                raise ValueError(f"the last checkpoint, of iteration {iteration}, could not be saved (see above); "
+        is_saved = self._save_last(iteration) if self.writer else True
+        # Also without the checkpoint: where exports have another disk, this is what is left of the last iterations.
+        if self.options.save_hf and reason is None and self.exporter.newest != iteration:
+            self.exporter.export(iteration)
+        if not is_saved:
+            raise TrainingFailed(f"the last checkpoint, of iteration {iteration}, could not be saved (see above); "
                                  f"the newest of this run is {self.saved}")
-        if self.options.save_hf and reason is None and self.exported != iteration:
-            self.export(iteration)
         if reason is None:
-            self.status.finished(iteration, checkpoint=self.saved)
+            self.status.finished(iteration, checkpoint=self.saved, reason=self.exporter.summary() if self.exporter.failed else None)
         else:
             self.logger.message(f"stopped after iteration {iteration}: {reason}")
             self.status.stopped(iteration, reason, checkpoint=self.saved)
+
+    def _save_last(self, iteration: int) -> bool:
+        """Whether the checkpoint of the last iteration is there."""
+        self._tell_all(self.writer.wait())
+        path = store.iteration_folder(self.writer.folder, iteration)
+        if self.saved != path:
+            self.save(iteration)
+            self._tell_all(self.writer.wait())
+        self.writer.close()
+        return self.saved == path
 
     def save(self, iteration: int) -> None:
         """Save now; in the background with --async-save."""
@@ -298,61 +302,6 @@ class Saver:
         return store.TrainingState(
             iteration, iteration * trainer.run.training.global_batch_size, trainer.optimizer.num_steps, trainer.context.sizes,
             schedule_values(trainer), self.base)
-
-    def export(self, iteration: int) -> None:
-        """Write a transformers directory (of adapters: PEFT's) in the dtype that the run computes in; ranks give their parts of each tensor
-        as it is due.
-        """
-        self.trainer.optimizer.finish_gathers()
-        run, path, self.exported = self.trainer.run, export_folder(self.trainer.run, iteration), iteration
-        gathered = _GatheredTensors(self.trainer, self.beat)
-        if self.is_main:
-            make_way(run, path)
-        if self.trainer.has_adapters:
-            self._export_adapters(path, gathered)
-        else:
-            self._export_model(path, gathered)
-        if self.is_main:
-            note_export(run, path)
-            self.logger.message(f"exported iteration {iteration} to {path}")
-
-    def _export_model(self, path: Path, gathered: _GatheredTensors) -> None:
-        run, assets = self.trainer.run, _assets_folder(self.trainer)
-        assets = assets if assets is not None and assets.is_dir() else None
-        export = Export(run.model, gathered.read, lambda name: self.trainer.model.dtype, assets, self.trainer.tokenizer, run.generation)
-        if not self.is_main:
-            for name in export.reading_order():
-                gathered.whole(name)
-            return
-        export.write(path)
-
-    def _export_adapters(self, path: Path, gathered: _GatheredTensors) -> None:
-        run = self.trainer.run
-        if not self.is_main:
-            for name in adapter_names(run.model, run.lora):
-                gathered.whole(name)
-            return
-        write_adapters(path, run.model, run.lora, self.base["path"], gathered.whole)
-
-
-class _GatheredTensors:
-    """Whole tensors of the model, one at a time; every rank asks for the same ones in the same order."""
-
-    def __init__(self, trainer: Trainer, beat: Beat):
-        self.tensors, self.context, self.beat = dict(named_tensors(trainer.model)), trainer.context, beat
-        self.name, self.tensor = "", None
-
-    def whole(self, name: str) -> Tensor:
-        self.beat(f"{name} of an export")
-        if name != self.name:
-            tensor = self.tensors[name].detach()
-            placement = getattr(self.tensors[name], "placement", None)
-            self.name, self.tensor = name, (tensor if placement is None else gather_whole(tensor, placement, self.context)).cpu()
-        return self.tensor
-
-    def read(self, name: str, offset: Offset, extent: Offset) -> Tensor:
-        """As a TensorSource."""
-        return cut_rectangle(self.whole(name), offset, extent)
 
 
 def checkpoint_bytes(trainer: Trainer) -> int:

@@ -20,7 +20,7 @@ class RunStatus:
         {"state": "running" | "finished" | "stopped" | "failed", "iteration": 100, "total_iterations": 500, "reason": "SIGTERM",
          "checkpoint": "runs/a/iter_0000100", "host": ..., "pid": ..., "started_at": ..., "updated_at": ...}
 
-    reason      why it stopped or failed (for failed: the exception), else null
+    reason      why it stopped or failed (for failed: the exception), or what a finished run lacks; else null
     checkpoint  the last checkpoint that was saved, or null
 
     An exception that leaves the block is written as failed and passes on. Rank 0 writes everything else; a failure is written by the rank
@@ -56,9 +56,9 @@ class RunStatus:
         else:
             self._record["iteration"] = iteration
 
-    def finished(self, iteration: int, *, checkpoint: Path | None = None) -> None:
-        """All iterations are done."""
-        self._update("finished", iteration, None, checkpoint)
+    def finished(self, iteration: int, *, checkpoint: Path | None = None, reason: str | None = None) -> None:
+        """All iterations are done; `reason`: what is missing all the same."""
+        self._update("finished", iteration, reason, checkpoint)
 
     def stopped(self, iteration: int, reason: str, *, checkpoint: Path | None = None) -> None:
         """The run ended early because it was told to; `reason` as in signals.py."""

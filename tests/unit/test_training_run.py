@@ -1,6 +1,7 @@
 """Whole runs on one process: resume bit for bit, dtypes, refused updates, signals of how it ended."""
 import contextlib
 import dataclasses
+import errno
 import gc
 import json
 import math
@@ -17,6 +18,7 @@ import pretrain_dllm
 from megatron_dllm.checkpoint import store
 from megatron_dllm.config import parse
 from megatron_dllm.data.sudoku import SudokuTokenizer
+from megatron_dllm.models.diffusion_gemma.transformers_export import Export
 from megatron_dllm.parallel import ParallelContext
 from megatron_dllm.training import loop
 from megatron_dllm.training.batches import BatchMaker
@@ -191,6 +193,36 @@ def test_a_disk_that_takes_no_records_ends_no_run(tmp_path, capsys):
 def test_exports_at_an_interval_end_with_the_last(tmp_path):
     run(tmp_path / "run", "--train-iters", "3", "--save-hf", str(tmp_path / "hf"), "--save-hf-interval", "2")
     assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == ["iter_0000002", "iter_0000003"]
+
+
+def test_an_export_that_fails_is_told_counted_and_ends_no_run(tmp_path, monkeypatch, capfd):
+    whole = Export._write_shards
+
+    def full_at_first(export, path, *arguments):
+        if path.name == "iter_0000001.partial":
+            raise OSError(errno.ENOSPC, "No space left on device", str(path / "model.safetensors"))
+        whole(export, path, *arguments)
+
+    monkeypatch.setattr(Export, "_write_shards", full_at_first)
+    flags = ["--train-iters", "2", "--save", str(tmp_path / "run"), "--save-hf", str(tmp_path / "hf"), "--save-hf-interval", "1"]
+    assert pretrain_dllm.main([*FLAGS, *flags]) == 1
+    assert [path.name for path in (tmp_path / "hf").iterdir()] == ["iter_0000002"]
+    output = capfd.readouterr()
+    assert re.search(r"EXPORTING ITERATION 1 .*No space left.*model.safetensors.*tools/convert.py", output.out)
+    assert "error: iteration 2 is done, its checkpoint is " in output.err and "exports failed, of iterations 1 " in output.err
+    status = read_status(tmp_path / "run" / "status.json")
+    assert status["state"] == "finished" and "iterations 1 " in status["reason"]
+
+
+def test_a_last_checkpoint_that_cannot_be_saved_spares_the_export(tmp_path, monkeypatch, capfd):
+    def refuse(folder, num_bytes):
+        raise OSError(errno.ENOSPC, "no room", str(folder))
+
+    monkeypatch.setattr("megatron_dllm.checkpoint.save.check_room", refuse)
+    flags = ["--train-iters", "1", "--save", str(tmp_path / "run"), "--save-hf", str(tmp_path / "hf")]
+    assert pretrain_dllm.main([*FLAGS, *flags]) == 1
+    assert "error: the last checkpoint, of iteration 1, could not be saved" in capfd.readouterr().err
+    assert read_status(tmp_path / "run" / "status.json")["state"] == "failed" and (tmp_path / "hf" / "config.json").is_file()
 
 
 def test_an_export_replaces_none_but_the_runs_own(tmp_path, capsys):
