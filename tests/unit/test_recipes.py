@@ -113,46 +113,95 @@ def test_torchrun_launcher_spreads_a_recipe_over_nodes():
     assert "no recipe nothing.sh" in start(launcher, "nothing.sh").stderr
 
 
-def slurm_job(tmp_path: Path, *states: tuple[str, int]) -> list[subprocess.CompletedProcess]:
-    """One start after the other of a job whose trainer leaves these (state, iteration) in status.json; srun and scontrol are played."""
+def slurm_job(tmp_path: Path, *ends: tuple, srun: str = 'exec "$@"') -> list[subprocess.CompletedProcess]:
+    """One start after the other of a job whose trainer leaves these (state, iteration, newest checkpoint, status, reason) behind; without a
+    state it ends before its first step. srun and scontrol are played, srun by `srun`.
+    """
     commands, save = tmp_path / "bin", tmp_path / "run"
     commands.mkdir()
-    (commands / "srun").write_text('#!/bin/sh\nshift\nexec "$@"\n')
+    (commands / "srun").write_text(f"#!/bin/sh\nshift\n{srun}\n")
     (commands / "scontrol").write_text(f'#!/bin/sh\necho "$@" >> "{tmp_path}/requeued"\n')
     for path in commands.iterdir():
         path.chmod(0o755)
     recipe, results = tmp_path / "recipe.sh", []
-    for state, iteration in states:
-        text = f'{{"state": "{state}", "iteration": {iteration}, "reason": "SIGTERM", "started_at": {len(results)}}}'
-        written = f"echo '{text}' > \"$SAVE/status.json\"" if state else "exit 2"
-        recipe.write_text(f"echo LAUNCH=$LAUNCH PROCESSES=$PROCESSES\n{written}\n")
+    for state, iteration, checkpoint, status, reason in ends:
+        text = f'{{"state": "{state}", "iteration": {iteration}, "reason": "{reason}", "started_at": {len(results)}}}'
+        written = f"echo '{text}' > \"$SAVE/status.json\"" if state else ""
+        saved = f'echo {checkpoint} > "$SAVE/latest_checkpointed_iteration.txt"' if checkpoint else ""
+        recipe.write_text(f"echo LAUNCH=$LAUNCH PROCESSES=$PROCESSES\n{written}\n{saved}\nexit {status}\n")
         results.append(start(Path("examples/launch/slurm.sh"), str(recipe), SAVE=str(save), SLURM_JOB_ID="77", SLURM_NTASKS="8",
                              SLURM_JOB_NUM_NODES="1", PATH=f"{commands}:{os.environ['PATH']}"))
     return results
 
 
+def stopped(checkpoint: int) -> tuple:
+    return "stopped", checkpoint, checkpoint, 0, "SIGTERM"
+
+
+def times_put_back(tmp_path: Path) -> int:
+    requeued = tmp_path / "requeued"
+    return requeued.read_text().count("requeue 77\n") if requeued.exists() else 0
+
+
 def test_slurm_launcher_goes_on_while_the_run_is_stopped(tmp_path):
-    stopped, finished = slurm_job(tmp_path, ("stopped", 40), ("finished", 90))
-    assert stopped.returncode == 0 and "LAUNCH=rank PROCESSES=8" in stopped.stdout and "back into the queue" in stopped.stderr
-    assert finished.returncode == 0 and "from iteration 40" in finished.stderr and "finished at iteration 90" in finished.stderr
-    assert (tmp_path / "requeued").read_text() == "requeue 77\n"
+    first, last = slurm_job(tmp_path, stopped(40), ("finished", 90, 90, 0, "None"))
+    assert first.returncode == 0 and "LAUNCH=rank PROCESSES=8" in first.stdout and "back into the queue" in first.stderr
+    assert last.returncode == 0 and "from iteration 40" in last.stderr and "finished at iteration 90" in last.stderr
+    assert times_put_back(tmp_path) == 1
 
 
-def test_slurm_launcher_gives_up_after_three_starts_without_a_new_iteration(tmp_path):
-    results = slurm_job(tmp_path, ("stopped", 5), ("stopped", 5), ("stopped", 5), ("stopped", 5))
-    assert [result.returncode for result in results] == [0, 0, 0, 1]
-    assert "giving up" in results[-1].stderr and (tmp_path / "requeued").read_text().count("requeue") == 3
+NEVER_STARTED, KILLED = ("", 0, None, 1, ""), ("running", 37, 5, 137, "None")
+LOST = ("failed", 37, 5, 143, "RuntimeError: Connection closed by peer")
+HANGING = ("failed", 37, 5, 124, "no progress for 540 s since iteration 37, waiting for all_reduce")
 
 
-def test_slurm_launcher_takes_no_earlier_status_for_that_of_a_start_that_failed(tmp_path):
-    stopped, failed = slurm_job(tmp_path, ("stopped", 40), ("", 0))
-    assert stopped.returncode == 0 and failed.returncode == 2
-    assert "ended before it trained" in failed.stderr and (tmp_path / "requeued").read_text().count("requeue") == 1
+@pytest.mark.parametrize("end", [stopped(5), NEVER_STARTED, KILLED, LOST, HANGING],
+                         ids=["stopped", "never started", "killed", "lost another", "hanging"])
+def test_slurm_launcher_gives_up_after_three_starts_without_a_newer_checkpoint(tmp_path, end):
+    """However many iterations a start came to, it is lost without a checkpoint."""
+    ends = [stopped(5), *((*end[:1], end[1] + number, *end[2:]) for number in range(3))]
+    results = slurm_job(tmp_path, *ends)
+    assert [result.returncode for result in results] == [0, 0, 0, end[3] or 1]
+    assert "giving up" in results[-1].stderr and times_put_back(tmp_path) == 3
 
 
-def test_slurm_launcher_leaves_a_failed_run_and_refuses_to_run_outside_a_job(tmp_path):
-    (failed,) = slurm_job(tmp_path, ("failed", 5))
-    assert failed.returncode == 1 and "not put back" in failed.stderr and not (tmp_path / "requeued").exists()
+def test_slurm_launcher_counts_anew_after_a_newer_checkpoint(tmp_path):
+    results = slurm_job(tmp_path, NEVER_STARTED, KILLED, stopped(40), KILLED, NEVER_STARTED)
+    assert [result.returncode for result in results] == [0] * 5 and times_put_back(tmp_path) == 5
+
+
+# What a start ends with -> the launcher's status.
+LEFT = {
+    "a mistake": (("", 0, None, 2, ""), 2), "a mistake that shows later": (("failed", 5, 5, 2, "ValueError: row 7"), 2),
+    "it failed by itself": (("failed", 5, 5, 1, "TrainingFailed: 3 in a row"), 1), "memory": (("failed", 5, 5, 1, "OutOfMemoryError: x"), 1),
+    "exports are missing": (("finished", 9, 9, 1, "exports failed"), 1), "nothing was to be done": (("", 0, None, 0, ""), 1),
+}
+
+
+@pytest.mark.parametrize("case", LEFT)
+def test_slurm_launcher_never_puts_back(tmp_path, case):
+    end, status = LEFT[case]
+    first, last = slurm_job(tmp_path, stopped(40), end)
+    assert (first.returncode, last.returncode, times_put_back(tmp_path)) == (0, status, 1), last.stderr
+    assert "finished at iteration 9" in last.stderr or "not put back" in last.stderr
+
+
+def test_slurm_launcher_finds_the_mistake_of_one_rank_behind_those_that_srun_ends(tmp_path):
+    result, = slurm_job(tmp_path, ("", 0, None, 2, ""), srun='SLURM_PROCID=5 "$@"; exit 143')
+    assert result.returncode == 2 and "by the status of rank 5" in result.stderr and times_put_back(tmp_path) == 0
+
+
+def test_slurm_launcher_leaves_signals_to_the_trainer(tmp_path):
+    """srun signals every process of a step, the shell around the trainer too: what that one ends with is still noted."""
+    (tmp_path / "trainer.py").write_text("import os, signal, sys\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(2))\n"
+                                         "os.kill(os.getppid(), signal.SIGTERM)\nos.kill(os.getpid(), signal.SIGTERM)\nsignal.pause()\n")
+    recipe = tmp_path / "recipe.sh"
+    srun = f'echo \'exec "$PYTHON" "{tmp_path}/trainer.py"\' > "{recipe}"\nexec "$@"'
+    result, = slurm_job(tmp_path, ("", 0, None, 0, ""), srun=srun)
+    assert result.returncode == 2 and "by the status of rank 0" in result.stderr
+
+
+def test_slurm_launcher_refuses_to_run_outside_a_job():
     assert "this is no Slurm job" in start(Path("examples/launch/slurm.sh"), "a.sh").stderr
 
 
