@@ -83,6 +83,8 @@ if [ "$(cat "$SAVE/status.json" 2>/dev/null || true)" = "$earlier" ]; then
   exit 0
 fi
 state=$(field state) reason=$(field reason)
+# A process that ends itself leaves another state, unless its disk is full; killed ones, and the watchdog (124), may leave this one.
+if [ "$state" = running ] && [ "$status" -lt 124 ]; then leave "state running, status $status of srun: it could not write how it ended"; fi
 case $state:$reason in
   finished:*)
     say "finished at iteration $(field iteration)"

@@ -150,6 +150,7 @@ class CheckpointWriter:
                 check_room(self.folder, running.plan.total_bytes)
             except OSError as error:
                 refusal = str(error)
+                shutil.rmtree(running.draft.path, ignore_errors=True)
         return self._agree(refusal)
 
     def _stage(self, plan: SavePlan, planner: PartitionSavePlanner) -> Callable[[WriteItem], Tensor]:

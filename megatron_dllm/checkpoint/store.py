@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -33,6 +34,7 @@ from .shards import CheckpointError, Offset, Shard, ShardLoadPlanner, by_key, ch
 from .storage import FORMAT, INDEX, MODEL, OPTIMIZER, SafetensorsReader, kind_of, read_index, read_json
 from .tensor_files import FileRecord, naming
 
+log = logging.getLogger(__name__)
 LATEST, COMPLETE, STATE, ARGUMENTS = "latest_checkpointed_iteration.txt", "complete.json", "state.json", "args.txt"
 PARTIAL, REPLACED, DELETED = ".partial", ".old", ".deleting"
 Report = Callable[[str], None]
@@ -165,7 +167,10 @@ class Draft:
             self.target.rename(old)
         self.path.rename(self.target)
         sync_folder(self.folder)
-        write_text(self.folder / LATEST, f"{int(self.target.name.partition('_')[2])}\n")
+        try:
+            write_text(self.folder / LATEST, f"{int(self.target.name.partition('_')[2])}\n")
+        except OSError as error:  # the checkpoint is good all the same
+            log.warning("%s; it names an older checkpoint than %s", error, self.target.name)
         shutil.rmtree(old, ignore_errors=True)
         return self.target
 
@@ -173,11 +178,15 @@ class Draft:
 def write_text(path: Path, text: str) -> None:
     """Write a small file so that at any moment it is the old one or the new one, whole."""
     temporary = path.with_name(path.name + ".writing")
-    with naming(path), temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with naming(path), temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def sync_folder(path: Path) -> None:
@@ -204,7 +213,7 @@ def find_newest(folder: Path, report: Report = print, *, world: Group | None = N
     With a world of several ranks each reads its share of the files, and all come to the same result.
     """
     world = world or Group.single("world")
-    for path in _agreed(checkpoints_in(folder), world):
+    for path in agreed(checkpoints_in(folder), world):
         try:
             return open_checkpoint(path, world=world, kinds=kinds)
         except CheckpointError as error:
@@ -221,7 +230,7 @@ def open_checkpoint(path: Path, *, world: Group | None = None, kinds: Iterable[s
     Checksums of tensors are computed for these kinds of files alone, dealt out over the ranks of `world`.
     """
     world = world or Group.single("world")
-    problems = _agreed(_structure_problems(path), world)
+    problems = agreed(_structure_problems(path), world)
     if not problems:
         files = _recorded_files(path)
         mine = [name for name in tensor_files(files, kinds)][world.rank::world.size]
@@ -296,7 +305,7 @@ def _content_problem(file: Path, record: FileRecord) -> str | None:
     return None
 
 
-def _agreed(value, world: Group):
+def agreed(value, world: Group):
     """Rank 0's value, on every rank."""
     if world.size == 1:
         return value

@@ -1,20 +1,20 @@
 """Exports while a run trains and at its end: whole tensors gathered over the ranks, written by rank 0."""
 from __future__ import annotations
 
+import errno
+import itertools
 import shutil
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-import torch
 from torch import Tensor
 
 from ..checkpoint.model_state import named_tensors
+from ..checkpoint.store import agreed
 from ..models.diffusion_gemma.huggingface import Offset
 from ..models.diffusion_gemma.peft_format import adapter_names, write_adapters
 from ..models.diffusion_gemma.transformers_export import Export
-from ..parallel import communication
 from ..parallel.gathering import gather_whole
 from ..parallel.placement import cut_rectangle
 from .evaluation import Beat
@@ -23,6 +23,8 @@ from .logging import RunLogger
 
 if TYPE_CHECKING:
     from .loop import Trainer
+
+Result = TypeVar("Result")
 
 
 class Exporter:
@@ -38,32 +40,36 @@ class Exporter:
         self.is_main = trainer.context.world.rank == 0
         self.newest: int | None = None
         self.failed: list[int] = []
+        save = trainer.run.checkpoint.save
+        # Rank 0 alone reads it, and has made it by now.
+        self.assets = Path(save) / ASSETS if save and (Path(save) / ASSETS).is_dir() else None
 
     def export(self, iteration: int) -> None:
         """Write the directory that the flags name for an iteration; ranks give their parts of each tensor as it is due."""
         self.trainer.optimizer.finish_gathers()
-        path, self.newest = export_folder(self.trainer.run, iteration), iteration
-        gathered = _GatheredTensors(self.trainer, self.beat)
-        error = _attempt(lambda: gathered.follow(self._order()))
-        failed = self._on_any_rank(error)
-        if not failed:
+        world, self.newest = self.trainer.context.world, iteration
+        path, gathered = export_folder(self.trainer.run, iteration), _GatheredTensors(self.trainer, self.beat)
+        order, error = _attempt(self._order) if self.is_main else (None, None)
+        order = agreed(order, world)
+        if order is not None:
+            gathered.follow(order)
             if self.is_main:
-                error = _attempt(lambda: self._write(path, gathered))
+                _, error = _attempt(lambda: self._write(path, gathered))
             # The others wait in the gathers of what rank 0 did not come to.
             gathered.finish()
-            failed = self._on_any_rank(error)
-        if failed:
-            self._tell_failure(iteration, path, error)
+        if agreed(error is not None, world):
+            self.failed.append(iteration)
+            if self.is_main:
+                self._tell_failure(iteration, path, error)
         else:
             self.logger.message(f"exported iteration {iteration} to {path}")
 
     def summary(self) -> str:
         """What a run that has failed exports says of them at its end."""
-        numbers = ", ".join(map(str, self.failed))
-        return f"exports failed, of iterations {numbers} (see their messages)"
+        return f"exports failed, of iterations {', '.join(map(str, self.failed))} (see their messages)"
 
     def _order(self) -> list[str]:
-        """Our tensors in the order in which rank 0 reads them. One process has nobody to follow it."""
+        """Our tensors in the order in which `_write` reads them. One process has nobody to follow it."""
         if self.trainer.context.world.size == 1:
             return []
         if self.trainer.has_adapters:
@@ -71,10 +77,10 @@ class Exporter:
         return self._export_of(None).reading_order()
 
     def _export_of(self, gathered: _GatheredTensors | None) -> Export:
-        run, assets = self.trainer.run, Path(self.trainer.run.checkpoint.save or "") / ASSETS
-        assets = assets if self.trainer.run.checkpoint.save and assets.is_dir() else None
-        return Export(run.model, gathered and gathered.read, lambda name: self.trainer.model.dtype, assets, self.trainer.tokenizer,
-                      run.generation)
+        if self.assets is not None and not self.assets.is_dir():  # without it the model would lose its vision tower, unseen
+            raise FileNotFoundError(errno.ENOENT, "what exports carry through is gone", str(self.assets))
+        run, model = self.trainer.run, self.trainer.model
+        return Export(run.model, gathered and gathered.read, lambda name: model.dtype, self.assets, self.trainer.tokenizer, run.generation)
 
     def _write(self, path: Path, gathered: _GatheredTensors) -> None:
         run = self.trainer.run
@@ -89,21 +95,11 @@ class Exporter:
             shutil.rmtree(path, ignore_errors=True)  # the next start would take it for somebody else's, and refuse to begin
             raise
 
-    def _on_any_rank(self, error: Exception | None) -> bool:
-        failed = torch.tensor(int(error is not None), device=self.trainer.context.device)
-        return bool(communication.all_reduce(failed, self.trainer.context.world, "max").item())
-
-    def _tell_failure(self, iteration: int, path: Path, error: Exception | None) -> None:
-        self.failed.append(iteration)
-        if error is not None and not self.is_main:
-            sys.stderr.write(f"rank {self.trainer.context.world.rank}: {type(error).__name__}: {error}\n")
-        if self.is_main:
-            shutil.rmtree(path.with_name(path.name + ".partial"), ignore_errors=True)  # a full disk is the usual reason
-            why = "another rank says why" if error is None else str(error) if isinstance(error, OSError) else repr(error)
-            save = self.trainer.run.checkpoint.save
-            later = f"tools/convert.py makes it from a checkpoint in {save}" if save else "without --save no checkpoint can make up for it"
-            self.logger.message(f"EXPORTING ITERATION {iteration} TO {path} FAILED: {why}; the run goes on, and its exit status will be 1; "
-                                f"{later}")
+    def _tell_failure(self, iteration: int, path: Path, error: Exception) -> None:
+        shutil.rmtree(path.with_name(path.name + ".partial"), ignore_errors=True)  # a full disk is the usual reason
+        why, save = str(error) if isinstance(error, OSError) else repr(error), self.trainer.run.checkpoint.save
+        later = f"tools/convert.py makes it from a checkpoint in {save}" if save else "without --save no checkpoint can make up for it"
+        self.logger.message(f"EXPORTING ITERATION {iteration} TO {path} FAILED: {why}; the run goes on, to end with status 1; {later}")
 
 
 class _GatheredTensors:
@@ -114,11 +110,12 @@ class _GatheredTensors:
         self.name, self.tensor = "", None
         self.due: list[str] = []
 
-    def follow(self, order: list[str]) -> None:
-        """These will be asked for; `finish` asks for those that are left."""
-        self.due = order[::-1]
+    def follow(self, order: Sequence[str]) -> None:
+        """These will be asked for. One that two files of an export have a part of is there twice, and gathered once."""
+        self.due = [name for name, _ in itertools.groupby(order)][::-1]
 
     def finish(self) -> None:
+        """Gather what is left."""
         while self.due:
             self.whole(self.due[-1])
 
@@ -137,12 +134,11 @@ class _GatheredTensors:
         return cut_rectangle(self.whole(name), offset, extent)
 
 
-def _attempt(act: Callable[[], object]) -> Exception | None:
-    """What ended it, if anything did. An error of a collective or a device is none of an export's, and passes."""
+def _attempt(act: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
+    """Its result, or what ended it. An error of a collective or a device is none of an export's, and passes."""
     try:
-        act()
+        return act(), None
     except RuntimeError:
         raise
     except Exception as error:  # a tokenizer's library has no type of its own for a disk that is full
-        return error
-    return None
+        return None, error

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from ..checkpoint import store
 from ..config import RunConfig, to_arguments_text, to_flags
 from ..data.build import Sources, build_sources, build_tokenizer
 from ..data.tokenizers import Tokenizer
@@ -167,7 +168,8 @@ class Trainer:
     def _running(self, restored: Restored) -> Iterator[Running]:
         """What a run writes, watches and counts while it trains."""
         rank, training, start = self.context.world.rank, self.run.training, restored.iteration
-        with (RunStatus(self.run_dir, rank=rank, total_iterations=self.total_iterations, iteration=start) as status,
+        with (RunStatus(self.run_dir, rank=rank, total_iterations=self.total_iterations, iteration=start,
+                        checkpoint=restored.checkpoint) as status,
               RunLogger(self.run_dir, self.run.logging, rank=rank, total_iterations=self.total_iterations, resumed_iteration=start,
                         arguments=to_flags(self.run)) as logger,
               self._watch(status) as watch,
@@ -281,8 +283,9 @@ class Trainer:
                 Watchdog(self.context.log, rank=self.context.world.rank, seconds=seconds, standing=standing, tell=status.failed))
             try:
                 yield Watch(watchdog.beat, standing)
-            except RuntimeError:  # such as a transfer whose other end is gone
-                sys.stderr.write("".join(f"{line}\n" for line in standing()))
+            except RuntimeError as error:  # such as a transfer whose other end is gone
+                told = () if isinstance(error, TrainingFailed) else (status.where_it_was_lost(),)
+                sys.stderr.write("".join(f"{line}\n" for line in (*standing(), *told)))
                 raise
 
     def _peak(self):
@@ -308,7 +311,7 @@ class Trainer:
     def _write_arguments(self) -> None:
         """args.txt, from which the run can be started again."""
         if self.run_dir is not None and self.context.world.rank == 0:
-            (self.run_dir / "args.txt").write_text(to_arguments_text(self.run), encoding="utf-8")
+            store.write_text(self.run_dir / store.ARGUMENTS, to_arguments_text(self.run))
 
 
 def barrier(context: ParallelContext) -> None:

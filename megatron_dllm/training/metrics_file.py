@@ -1,6 +1,7 @@
 """metrics.jsonl: one JSON object a line, every float in full precision, NaN and the infinities as the strings "nan", "inf" and "-inf"."""
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -96,11 +97,26 @@ class MetricsFile:
 
     def _write(self) -> None:
         try:
+            self._reopen_if_lost()
             while self._unwritten:
                 self._unwritten = self._unwritten[self._file.write(self._unwritten):]
         except OSError as error:
             # A full disk gives an error without a file name.
             raise OSError(error.errno, f"cannot write metrics ({error.strerror})", str(self.path)) from error
+
+
+    def _reopen_if_lost(self) -> None:
+        """A file that somebody has removed takes records still, and nobody will see them."""
+        try:
+            lost = os.fstat(self._file.fileno()).st_nlink == 0
+        except OSError as error:
+            if error.errno != errno.ESTALE:  # a network's file system, which says so
+                raise
+            lost = True
+        if lost:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file.close()
+            self._file = open(self.path, "ab", buffering=0)
 
 
 def _truncate(path: Path, iteration: int) -> None:

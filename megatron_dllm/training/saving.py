@@ -35,10 +35,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Restored:
-    """Where a run goes on: the iteration, and what its adapters stand beside (TrainingState.base; empty without adapters)."""
+    """Where a run goes on: the iteration, what its adapters stand beside (TrainingState.base; empty without adapters), the checkpoint."""
 
     iteration: int
     base: Mapping[str, str]
+    checkpoint: Path | None = None
 
 
 def restore(trainer: Trainer) -> Restored:
@@ -68,7 +69,7 @@ def restore(trainer: Trainer) -> Restored:
     _say(trainer, f"resuming from {found.path}, iteration {found.state.iteration}")
     if changed := changed_flags(found.arguments, to_arguments_text(trainer.run)):
         _say(trainer, f"changed since that checkpoint: {', '.join(changed)}")
-    return Restored(found.state.iteration, base)
+    return Restored(found.state.iteration, base, found.path)
 
 
 def _start(trainer: Trainer) -> Mapping[str, str]:
@@ -247,11 +248,18 @@ class Saver:
                 return
             self.best_loss = loss
             if self.is_main:
-                store.write_text(folder / "loss.txt", f"{loss!r}\n")
-                for path in store.checkpoints_in(folder):
-                    if path != outcome.path:  # a later iteration, too, where the run was taken up from before it
-                        shutil.rmtree(path)
+                self._note_best(folder, outcome.path)
             self.logger.message(f"lowest evaluation loss so far, {loss:.6f}: saved to {folder}")
+
+    def _note_best(self, folder: Path, path: Path) -> None:
+        """Keep the loss for a restart, and no other checkpoint: of a later iteration neither, where the run was taken up from before it."""
+        try:
+            store.write_text(folder / "loss.txt", f"{self.best_loss!r}\n")
+            for other in store.checkpoints_in(folder):
+                if other != path:
+                    shutil.rmtree(other)
+        except OSError as error:  # the checkpoint is good all the same
+            self.logger.message(f"{folder}: {error}; the run goes on, and a restart may take another model for the best")
 
     def finish(self, iteration: int, reason: str | None) -> None:
         """Save and export at the end of the run, and write how it ended. TrainingFailed where the last checkpoint is missing."""
@@ -262,7 +270,7 @@ class Saver:
             self.exporter.export(iteration)
         if not is_saved:
             raise TrainingFailed(f"the last checkpoint, of iteration {iteration}, could not be saved (see above); "
-                                 f"the newest of this run is {self.saved}")
+                                 f"the newest of this run is {self.status.checkpoint}")
         if reason is None:
             self.status.finished(iteration, checkpoint=self.saved, reason=self.exporter.summary() if self.exporter.failed else None)
         else:
@@ -290,7 +298,8 @@ class Saver:
 
     def _tell(self, outcome: SaveOutcome) -> None:
         if outcome.path is None:
-            newest = self.saved or "none of this run's"
+            newest = self.status.checkpoint or "none of this run's"
+            newest += "" if self.status.checkpoint is None or Path(newest).is_dir() else ", which is gone"
             self.logger.message(f"SAVING ITERATION {outcome.iteration} FAILED: {outcome.error}; the newest checkpoint is {newest}")
             return
         self.saved = outcome.path

@@ -21,19 +21,20 @@ class RunStatus:
          "checkpoint": "runs/a/iter_0000100", "host": ..., "pid": ..., "started_at": ..., "updated_at": ...}
 
     reason      why it stopped or failed (for failed: the exception), or what a finished run lacks; else null
-    checkpoint  the last checkpoint that was saved, or null
+    checkpoint  the last checkpoint that was saved; before the first, the one that the run goes on from; or null
 
     An exception that leaves the block is written as failed and passes on. Rank 0 writes everything else; a failure is written by the rank
     that has it, and the first one stays, since the others then fail of its absence. A file that says "running" while its process is
     gone is a run that was killed.
     """
 
-    def __init__(self, run_dir: Path | None, *, rank: int, total_iterations: int, iteration: int = 0):
+    def __init__(self, run_dir: Path | None, *, rank: int, total_iterations: int, iteration: int = 0, checkpoint: Path | None = None):
         self._path = run_dir / "status.json" if run_dir else None
         self._rank = rank
         self._record = {
-            "state": "running", "iteration": iteration, "total_iterations": total_iterations, "reason": None, "checkpoint": None,
-            "host": socket.gethostname(), "pid": os.getpid(), "rank": rank, "started_at": _now()}
+            "state": "running", "iteration": iteration, "total_iterations": total_iterations, "reason": None,
+            "checkpoint": None if checkpoint is None else str(checkpoint), "host": socket.gethostname(), "pid": os.getpid(), "rank": rank,
+            "started_at": _now()}
 
         self._written_at, self._refusal = -math.inf, ""
 
@@ -47,6 +48,17 @@ class RunStatus:
             self.failed(f"{type(error).__name__}: {error}")
         else:
             assert self._record["state"] != "running", "the run ended without finished() or stopped()"
+
+    @property
+    def checkpoint(self) -> str | None:
+        """The newest, as in the file."""
+        return self._record["checkpoint"]
+
+    def where_it_was_lost(self) -> str:
+        """For a rank that an error of torch's has ended, such as a lost connection: how far it had come, and what can be done."""
+        go_on = "there is no checkpoint yet" if self.checkpoint is None else f"--load goes on from {self.checkpoint}"
+        return (f"rank {self._rank}: ended by an error after iteration {self._record['iteration']}; {go_on}. Where no rank names a cause, "
+                "one was killed: the launcher says which, its host why (memory, a GPU, a signal)")
 
     def progress(self, iteration: int, *, checkpoint: Path | None = None) -> None:
         """The run goes on: `iteration` is finished, and `checkpoint`, where given, is the newest. Without one the file is written every few
@@ -95,12 +107,16 @@ class RunStatus:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         # The name carries host, process and thread: two ranks that fail together must not write one temporary file.
         temporary = self._path.with_name(f".status.{self._record['host']}.{os.getpid()}.{threading.get_ident()}.tmp")
-        with open(temporary, "w", encoding="utf-8") as file:
-            json.dump(self._record | {"updated_at": _now()}, file, indent=1)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, self._path)
+        try:
+            with open(temporary, "w", encoding="utf-8") as file:
+                json.dump(self._record | {"updated_at": _now()}, file, indent=1)
+                file.write("\n")
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, self._path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
         self._written_at = time.monotonic()
 
 

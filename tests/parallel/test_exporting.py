@@ -34,8 +34,8 @@ def train(rank: int, folder: str, where: str) -> tuple[str, list[int]]:
         export(exporter, iteration)
         counts.append(exporter.trainer.context.log.total()[0])
 
-    def stale(exporter):  # as where it cannot read the folder of carried files
-        if rank == 1 and not exporter.failed:
+    def stale(exporter):  # as where rank 0 cannot read the folder of carried files
+        if not exporter.failed:
             raise OSError(errno.ESTALE, "Stale file handle", folder)
         return order(exporter)
 

@@ -173,10 +173,19 @@ def test_a_failed_write_is_told_and_leaves_the_last_checkpoint(tmp_path, monkeyp
     assert save(tmp_path, 2, in_background=background)[0].error is None
 
 
+def test_a_checkpoint_is_good_where_its_number_alone_cannot_be_written(tmp_path, caplog):
+    save(tmp_path, 1)
+    (tmp_path / "latest_checkpointed_iteration.txt").unlink()
+    (tmp_path / "latest_checkpointed_iteration.txt").mkdir()
+    (outcome,) = save(tmp_path, 2)
+    assert outcome.error is None and find(tmp_path)[0].state.iteration == 2 and not list(tmp_path.glob("*.writing"))
+    assert "latest_checkpointed_iteration.txt" in caplog.text and "iter_0000002" in caplog.text
+
+
 def test_no_room_is_seen_before_a_byte_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(save_module, "SPARE_BYTES", 1 << 60)
     (outcome,) = save(tmp_path, 1)
-    assert "a checkpoint takes 148 bytes" in outcome.error and "are free" in outcome.error and not list(tmp_path.glob("*/*.safetensors"))
+    assert "a checkpoint takes 148 bytes" in outcome.error and "are free" in outcome.error and not list(tmp_path.iterdir())
     with pytest.raises(OSError, match="are free"):
         check_room(tmp_path, 1)
 

@@ -173,7 +173,8 @@ def test_slurm_launcher_counts_anew_after_a_newer_checkpoint(tmp_path):
 # What a start ends with -> the launcher's status.
 LEFT = {
     "a mistake": (("", 0, None, 2, ""), 2), "a mistake that shows later": (("failed", 5, 5, 2, "ValueError: row 7"), 2),
-    "it failed by itself": (("failed", 5, 5, 1, "TrainingFailed: 3 in a row"), 1), "memory": (("failed", 5, 5, 1, "OutOfMemoryError: x"), 1),
+    "it failed by itself": (("failed", 5, 5, 1, "TrainingFailed: 3 in a row"), 1),
+    "memory": (("failed", 5, 5, 1, "OutOfMemoryError: x"), 1), "it could not say that it failed": (("running", 5, 5, 1, "None"), 1),
     "exports are missing": (("finished", 9, 9, 1, "exports failed"), 1), "nothing was to be done": (("", 0, None, 0, ""), 1),
 }
 

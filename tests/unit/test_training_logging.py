@@ -5,6 +5,7 @@ import io
 import json
 import math
 import resource
+import shutil
 import signal
 import sys
 import time
@@ -136,6 +137,17 @@ def test_metrics_file_names_itself_when_the_disk_is_full(tmp_path):
         file.append({"iteration": 1})
     with pytest.raises(OSError, match="No space left"):
         file.close()
+
+
+def test_metrics_file_is_begun_again_where_it_was_removed(tmp_path):
+    (tmp_path / "run").mkdir()
+    file = MetricsFile(tmp_path / "run" / "metrics.jsonl", resumed_iteration=0)
+    file.append({"iteration": 1})
+    shutil.rmtree(tmp_path / "run")
+    file.append({"iteration": 2})
+    file.append({"iteration": 3})
+    file.close()
+    assert [record["iteration"] for record in read_metrics(file.path).records] == [2, 3]
 
 
 def test_metrics_file_tears_no_line_when_there_is_room_again(tmp_path):

@@ -5,6 +5,7 @@ import errno
 import gc
 import json
 import math
+import os
 import re
 import shutil
 import weakref
@@ -20,7 +21,7 @@ from megatron_dllm.config import parse
 from megatron_dllm.data.sudoku import SudokuTokenizer
 from megatron_dllm.models.diffusion_gemma.transformers_export import Export
 from megatron_dllm.parallel import ParallelContext
-from megatron_dllm.training import loop
+from megatron_dllm.training import exporting, loop
 from megatron_dllm.training.batches import BatchMaker
 from megatron_dllm.training.changes import changed_flags
 from megatron_dllm.training.folders import assets_of, keep_assets
@@ -190,6 +191,22 @@ def test_a_disk_that_takes_no_records_ends_no_run(tmp_path, capsys):
     assert read_status(tmp_path / "status.json")["state"] == "finished"
 
 
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs /proc, which Linux has")
+def test_flags_that_cannot_be_written_name_their_file_and_leave_the_old_ones(tmp_path, monkeypatch, capsys):
+    (tmp_path / "args.txt").write_text("--seed 7\n")
+    fsync = os.fsync
+
+    def full(descriptor):
+        if "args.txt" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert pretrain_dllm.main([*FLAGS, "--train-iters", "1", "--save", str(tmp_path)]) == 1
+    assert f"error: [Errno 28] No space left on device: '{tmp_path}/args.txt'" in capsys.readouterr().err
+    assert (tmp_path / "args.txt").read_text() == "--seed 7\n"
+
+
 def test_exports_at_an_interval_end_with_the_last(tmp_path):
     run(tmp_path / "run", "--train-iters", "3", "--save-hf", str(tmp_path / "hf"), "--save-hf-interval", "2")
     assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == ["iter_0000002", "iter_0000003"]
@@ -212,6 +229,24 @@ def test_an_export_that_fails_is_told_counted_and_ends_no_run(tmp_path, monkeypa
     assert "error: iteration 2 is done, its checkpoint is " in output.err and "exports failed, of iterations 1 " in output.err
     status = read_status(tmp_path / "run" / "status.json")
     assert status["state"] == "finished" and "iterations 1 " in status["reason"]
+
+
+def test_a_tensor_of_two_files_is_gathered_once():
+    gathered = exporting._GatheredTensors(SimpleNamespace(model=torch.nn.Linear(2, 2), context=None), lambda what: None)
+    gathered.follow(["weight", "weight", "bias"])
+    gathered.whole("weight")
+    assert gathered.due == ["bias"]
+    gathered.finish()
+    assert not gathered.due and gathered.name == "bias"
+
+
+def test_an_export_without_what_it_must_carry_through_is_none(tmp_path):
+    run = SimpleNamespace(checkpoint=SimpleNamespace(save=str(tmp_path)))
+    (tmp_path / "assets").mkdir()
+    exporter = exporting.Exporter(SimpleNamespace(run=run, context=ParallelContext.single()), None, {}, lambda what: None)
+    (tmp_path / "assets").rmdir()
+    with pytest.raises(FileNotFoundError, match="carry through is gone.*assets"):
+        exporter._export_of(None)
 
 
 def test_a_last_checkpoint_that_cannot_be_saved_spares_the_export(tmp_path, monkeypatch, capfd):
@@ -323,6 +358,13 @@ def test_save_best_keeps_the_lowest_alone(tmp_path, monkeypatch, capsys):
         assert f"iterations {start} to" in output and re.findall(r"lowest evaluation loss so far, (\d\.\d)", output) == told
         assert [path.name for path in store.checkpoints_in(tmp_path / "best")] == [f"iter_000000{stop}"]
         assert (tmp_path / "best" / "loss.txt").read_text() == f"{told[-1]}\n"
+
+
+def test_a_best_model_whose_loss_cannot_be_noted_ends_no_run(tmp_path, capsys):
+    (tmp_path / "best" / "loss.txt.writing").mkdir(parents=True)
+    run(tmp_path, "--train-iters", "1", "--eval-interval", "1", "--eval-iters", "1", "--save-best")
+    assert re.search(r"loss.txt.*; the run goes on, and a restart may take another model for the best", capsys.readouterr().out)
+    assert [path.name for path in store.checkpoints_in(tmp_path / "best")] == ["iter_0000001"]
 
 
 def test_what_changed_since_the_checkpoint_is_told(saved, tmp_path, capsys):

@@ -1,6 +1,7 @@
 """Stop reasons and their agreement over ranks, signals that arrive in a real process, and the status file."""
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
@@ -10,10 +11,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from torch.utils.data import DataLoader
 
+from megatron_dllm.parallel.context import CommunicationLog
+from megatron_dllm.training.loop import Trainer
+from megatron_dllm.training.mistakes import TrainingFailed
 from megatron_dllm.training.signals import (
     EXIT_DURATION,
     EXIT_INTERVAL,
@@ -278,6 +283,40 @@ def test_run_status_that_cannot_be_written_hides_no_failure(tmp_path, capsys):
         (tmp_path / "run").write_text("no folder any more")
         raise KeyError("the cause")
     assert "status.json cannot say that the run failed: " in capsys.readouterr().err
+
+
+def test_run_status_leaves_nothing_of_what_a_full_disk_refuses(tmp_path, monkeypatch):
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with RunStatus(tmp_path, rank=0, total_iterations=10) as status:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", full)
+            status.progress(4, checkpoint=tmp_path)
+        assert status_of(tmp_path)["iteration"] == 0
+        status.finished(10)
+    assert status_of(tmp_path)["state"] == "finished"
+
+
+def test_run_status_says_what_it_goes_on_from(tmp_path):
+    with RunStatus(tmp_path, rank=0, total_iterations=10, iteration=4, checkpoint=Path("runs/iter_4")) as status:
+        assert status_of(tmp_path)["checkpoint"] == "runs/iter_4"
+        status.finished(10)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("Connection closed by peer"), TrainingFailed("2 in a row")])
+def test_a_rank_that_has_lost_another_says_what_to_look_for(tmp_path, capsys, error):
+    run = SimpleNamespace(parallel=SimpleNamespace(distributed_timeout_minutes=1))
+    context = SimpleNamespace(world=SimpleNamespace(size=2, rank=1), log=CommunicationLog())
+    status = RunStatus(tmp_path, rank=1, total_iterations=10, iteration=4, checkpoint=Path("runs/iter_4"))
+    with pytest.raises(type(error)), Trainer._watch(SimpleNamespace(run=run, context=context, pipeline=None), status):
+        raise error
+    told = capsys.readouterr().err
+    if isinstance(error, TrainingFailed):
+        assert not told
+    else:
+        assert told.startswith("rank 1: ended by an error after iteration 4; --load goes on from runs/iter_4. ")
+        assert told.endswith("one was killed: the launcher says which, its host why (memory, a GPU, a signal)\n")
 
 
 def test_run_status_that_cannot_be_written_ends_no_run(tmp_path, capsys):
