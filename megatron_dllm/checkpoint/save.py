@@ -287,11 +287,11 @@ def save(folder: Path, state: TrainingState, *, model: Mapping[str, Tensor], opt
     return outcome.path
 
 
-def check_room(folder: Path, num_bytes: int) -> None:
-    """OSError where a checkpoint of this size does not fit."""
+def check_room(folder: Path, num_bytes: int, what: str = "a checkpoint") -> None:
+    """OSError where a checkpoint, or `what`, of this size does not fit."""
     free = shutil.disk_usage(folder).free
     if num_bytes + SPARE_BYTES > free:
-        text = f"a checkpoint takes {describe_bytes(num_bytes)}, but only {describe_bytes(free)} are free"
+        text = f"{what} takes {describe_bytes(num_bytes)}, but only {describe_bytes(free)} are free"
         raise OSError(errno.ENOSPC, text, str(folder))
 
 

@@ -8,9 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from ..checkpoint.model_state import named_tensors
+from ..checkpoint.save import check_room
 from ..checkpoint.store import agreed
 from ..models.diffusion_gemma.huggingface import Offset
 from ..models.diffusion_gemma.peft_format import adapter_names, write_adapters
@@ -85,6 +88,9 @@ class Exporter:
     def _write(self, path: Path, gathered: _GatheredTensors) -> None:
         run = self.trainer.run
         make_way(run, path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Also since a full disk is no OSError in every library that writes the small files.
+        check_room(path.parent, self._num_bytes(), "an export")
         if self.trainer.has_adapters:
             write_adapters(path, run.model, run.lora, self.base["path"], gathered.whole)
         else:
@@ -94,6 +100,12 @@ class Exporter:
         except OSError:
             shutil.rmtree(path, ignore_errors=True)  # the next start would take it for somebody else's, and refuse to begin
             raise
+
+    def _num_bytes(self) -> int:
+        """Of the tensors that are written, those that are carried through aside."""
+        model, trained = self.trainer.model, self.trainer.optimizer.parameters
+        return sum(torch.Size(getattr(tensor, "placement", tensor).shape).numel() * model.dtype.itemsize
+                   for name, tensor in named_tensors(model) if name in trained or not self.trainer.has_adapters)
 
     def _tell_failure(self, iteration: int, path: Path, error: Exception) -> None:
         shutil.rmtree(path.with_name(path.name + ".partial"), ignore_errors=True)  # a full disk is the usual reason
@@ -135,10 +147,8 @@ class _GatheredTensors:
 
 
 def _attempt(act: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
-    """Its result, or what ended it. An error of a collective or a device is none of an export's, and passes."""
+    """Its result, or the error by which the disk or what is to be written refused. One of a collective or a device passes."""
     try:
         return act(), None
-    except RuntimeError:
-        raise
-    except Exception as error:  # a tokenizer's library has no type of its own for a disk that is full
+    except (OSError, ValueError, SafetensorError) as error:
         return None, error

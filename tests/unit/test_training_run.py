@@ -249,11 +249,19 @@ def test_an_export_without_what_it_must_carry_through_is_none(tmp_path):
         exporter._export_of(None)
 
 
+def test_an_export_that_has_no_room_is_not_begun(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("megatron_dllm.checkpoint.save.SPARE_BYTES", 1 << 60)
+    monkeypatch.setattr(Export, "write", lambda *_: pytest.fail("it was begun"))
+    assert pretrain_dllm.main([*FLAGS, "--train-iters", "1", "--save-hf", str(tmp_path / "hf")]) == 1
+    assert re.search(r"EXPORTING ITERATION 1 .*an export takes \d.*are free.*without --save", capsys.readouterr().out)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_last_checkpoint_that_cannot_be_saved_spares_the_export(tmp_path, monkeypatch, capfd):
     def refuse(folder, num_bytes):
         raise OSError(errno.ENOSPC, "no room", str(folder))
 
-    monkeypatch.setattr("megatron_dllm.checkpoint.save.check_room", refuse)
+    monkeypatch.setattr("megatron_dllm.checkpoint.save.check_room", refuse)  # of saves alone
     flags = ["--train-iters", "1", "--save", str(tmp_path / "run"), "--save-hf", str(tmp_path / "hf")]
     assert pretrain_dllm.main([*FLAGS, *flags]) == 1
     assert "error: the last checkpoint, of iteration 1, could not be saved" in capfd.readouterr().err
