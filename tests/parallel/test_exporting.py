@@ -52,6 +52,7 @@ def train(rank: int, folder: str, where: str) -> tuple[str, list[int]]:
     return str(error.value), counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["the disk", "the order"])
 def test_an_export_that_fails_ends_no_run(world, tmp_path, where):
     first, second = world.run(train, str(tmp_path), where, size=2)
