@@ -6,6 +6,7 @@ layout asks for; but it is not faster than the host starts all that, without gra
 """
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -19,17 +20,19 @@ from megatron_dllm.training.forecast import keeps_experts, num_passes
 from megatron_dllm.training.operations import Operations, StepOperations, TokenCounts, causal_pairs, stack_operations, step_operations
 
 # TFLOP/s of the layers' products, of attention (by visible pairs, the backward counted as twice the forward) and of the head; bytes that a
-# microbatch moves for a weight: reads of it, its gradient. Fitted to forward and backward by CUDA graphs on one H200, which they meet
-# within 8 %, all but the last figure of each with every row self-conditioned.
-LAYER_TFLOPS, ATTENTION_TFLOPS, HEAD_TFLOPS = 450.0, 250.0, 650.0
-TRAINED_BYTES, FROZEN_BYTES, REPEATED_BYTES = 16, 10, 2
+# microbatch moves for a weight: reads of it, its gradient, which the first microbatch of a step writes. Fitted to forward and backward by
+# CUDA graphs on one H200, which they meet within 4 % (measured.py, the newer figures), all with every row self-conditioned; what is read
+# for a recompute to older ones.
+LAYER_TFLOPS, ATTENTION_TFLOPS, HEAD_TFLOPS = 450.0, 250.0, 750.0
+TRAINED_BYTES, FROZEN_BYTES, REPEATED_BYTES = 11, 7, 2
 ONE_BACKWARD_BYTES = 2  # that are not read where both passes have one backward, or drafts are made beforehand, without any
-# In a pipeline the backward of each pass is one by itself, so that a weight's fp32 gradient is read and written once more in a microbatch
-# with drafts, and 16-bit gradients of dense layers are added to theirs one by one: two H200s by graphs, pp2, and pp2 vpp2 with streams.
-# Bytes in whose time that is done; by count they would be 8.
-PIPELINE_BYTES = 23
-# What residual streams add to a layer's work at n = 4, by CUDA graphs on one H200: 118.1 ms beside 110.0 for 6 layers with the head.
-STREAMS_SHARE = 0.10
+# Each further backward of a step reads and writes a weight's fp32 gradient once more, and 16-bit gradients of dense layers are added to
+# theirs one by one: bytes in whose time that is done, where by count they would be 8. In a pipeline the backward of each pass is one by
+# itself, unless they are joined. Two H200s by graphs, pp2 with 2 and 8 microbatches and pp2 vpp2 with streams, ask for 20, 17 and 18, one
+# H200's four microbatches of four layers for 19 and, joined, 21.
+ADDED_BYTES = 18
+# What residual streams add to the work at n = 4, by CUDA graphs on one H200: 106.2 ms beside 100.3 for 6 layers with the head.
+STREAMS_SHARE = 0.06
 # Milliseconds in which the host starts a layer's forward and backward for one microbatch, without graphs, on the faster of the hosts that
 # were measured (`Machine.host` says how much slower another is). One H200: adapters on 30 layers 13 at 1 x 1024, all weights of 6 and 12
 # layers 14 to 18. Two H200s, beyond that: experts over ranks by deepep (22 in all) and by alltoall, whose sizes the host waits for (26); 4
@@ -48,7 +51,7 @@ NVLINK_GB_PER_S, NETWORK_GB_PER_S = 250.0, 40.0
 # Milliseconds beyond its bytes of one dispatch or combine by deepep, of one exchange by NCCL, and of what the device does more around a
 # dispatch or combine: two H200s' graphs of 8 layers exposed 2.3 ms of 64 by deepep beyond their bytes, 1.4 of 112 by alltoall, 3.1 of 240
 # with tensor parallelism as well; and they took 9 ms more than the same work without.
-DEEPEP_MS, NCCL_MS, ROUTING_MS = 0.03, 0.013, 0.12
+DEEPEP_MS, NCCL_MS, ROUTING_MS = 0.03, 0.013, 0.16
 # Of the host's time for a layer, what is left of two forwards and two backwards where there is one backward. Drafts made beforehand: 0.8
 # on two H200s with alltoall (0.63 of the operations, counted on the toy); with recompute one forward less besides, which is counted in
 # proportion: not measured. One backward for both passes: the same is taken; adapters on one H200 give 10 ms a layer, of 13 to 16 before.
@@ -56,6 +59,7 @@ ONE_BACKWARD_LAUNCHES = {None: 0.8, "selective": 0.8, "full": 0.75}
 # Of the device's work of the last microbatch, what gradients are summed beside, where no pipeline runs it.
 HIDDEN_SHARE = 0.3
 # Dense bf16 peaks, to scale the achieved rate to another GPU (an extrapolation); memory in GiB.
+WITHOUT_KERNELS = ("A100",)  # ours are for sm_90 and sm_100: nothing is recorded on others, and no two passes have one backward
 GPUS = {"H200": (989, 139.0), "H100": (989, 79.0), "A100": (312, 79.0), "B200": (2250, 178.0)}
 
 
@@ -101,23 +105,60 @@ class StepTime:
         return (self.communication + self.gradients + self.beside * self.launch_bound) / self.total
 
 
-def token_counts(run: RunConfig, rows: int, *, canvases: int = 1, conditioned: float | None = None) -> TokenCounts:
-    """Tokens of `rows` full rows, each with so many canvases that begin half way on average; `conditioned` is the share with a draft."""
-    length, canvas = run.data.seq_length, run.model.canvas_length
-    diffusion = run.objective.has_canvases
-    count = rows * canvases if diffusion else 0
-    share = run.objective.self_conditioning_prob if conditioned is None else conditioned
+@dataclass(frozen=True)
+class Fill:
+    """What --cuda-graph-token-multiple and --cuda-graph-canvas-multiple add to a microbatch of full rows: clean tokens, a document of their
+    own, and canvases that see no clean tokens. has_one_form: whether canvases are filled up, so that all of them are decoded twice and all
+    tokens scored."""
+
+    clean: int = 0
+    canvases: int = 0
+    has_one_form: bool = False
+
+    @classmethod
+    def of(cls, run: RunConfig, canvases: int) -> Fill:
+        """Of rows with so many canvases each."""
+        training, rows = run.training, run.training.micro_batch_size
+        multiple = training.cuda_graph_canvas_multiple
+        clean = -rows * run.data.seq_length % training.cuda_graph_token_multiple
+        if multiple is None or not run.objective.has_canvases:
+            return cls(clean)
+        return cls(clean, max(-(-rows * canvases // multiple), 1) * multiple - rows * canvases, True)
+
+    def __bool__(self) -> bool:
+        return self != Fill()
+
+
+def token_counts(run: RunConfig, rows: int, *, canvases: int = 1, conditioned: float | None = None, filled: bool = True) -> TokenCounts:
+    """Tokens of `rows` full rows, each with so many canvases that begin half way on average; `conditioned` is the share with a draft;
+    `filled`: with what is added to each microbatch."""
+    length, canvas, objective = run.data.seq_length, run.model.canvas_length, run.objective
+    fill, microbatches = Fill.of(run, canvases) if filled else Fill(), -(-rows // run.training.micro_batch_size)
+    count = rows * canvases if objective.has_canvases else 0
+    share = objective.self_conditioning_prob if conditioned is None else conditioned
+    if fill.has_one_form:
+        share = float(objective.decodes_twice)
+    added = microbatches * fill.canvases
+    clean = np.array([length] * rows + [fill.clean] * (microbatches if fill.clean else 0), np.int64)
     # Losses of the answer alone are taken of about a canvas of tokens.
-    scored = min(canvas, length - 1) if run.objective.encoder_loss_tokens == "response" else length - 1
+    scored = rows * (min(canvas, length - 1) if objective.encoder_loss_tokens == "response" else length - 1)
     return TokenCounts(
-        clean=np.full(rows, length, np.int64), canvas=np.full(count, canvas, np.int64),
-        canvas_prefix=np.full(count, max(length - canvas, 0) // 2, np.int64),
-        self_conditioned=np.arange(count) < round(share * count), text_tokens=rows * length,
-        encoder_targets=rows * scored, decoder_targets=count * canvas)
+        clean=clean, canvas=np.full(count + added, canvas, np.int64),
+        canvas_prefix=np.repeat(np.array([max(length - canvas, 0) // 2, 0], np.int64), [count, added]),
+        self_conditioned=np.repeat([True, False, share > 0], [round(share * count), count - round(share * count), added]),
+        text_tokens=rows * length, encoder_targets=int(clean.sum()) if fill.has_one_form else scored,
+        decoder_targets=(count + added) * canvas)
 
 
-def operations(run: RunConfig, rows: int, canvases: int, conditioned: float | None = None) -> StepOperations:
-    tokens = token_counts(run, rows, canvases=canvases, conditioned=conditioned)
+def filled(run: RunConfig, canvases: int) -> tuple[RunConfig, float]:
+    """(run, canvases of a row) whose full rows have as many tokens as those of `run` with what fills microbatches up."""
+    fill, rows = Fill.of(run, canvases), run.training.micro_batch_size
+    length = run.data.seq_length + math.ceil(fill.clean / rows)
+    return replace(run, data=replace(run.data, seq_length=length)), canvases + fill.canvases / rows
+
+
+def operations(run: RunConfig, rows: int, canvases: int, conditioned: float | None = None, *, filled: bool = True) -> StepOperations:
+    tokens = token_counts(run, rows, canvases=canvases, conditioned=conditioned, filled=filled)
     counted = step_operations(run.model, tokens, recompute=run.training.recompute_granularity,
                               recompute_modules=run.training.recompute_modules, frozen=run.lora.lora_rank is not None)
     if run.training.draft_pass != "apart":
@@ -135,7 +176,7 @@ def pass_sizes(tokens: TokenCounts, canvases: int) -> PassSizes:
                      int(tokens.canvas[drafted].sum()), int(tokens.clean.max()), int(tokens.canvas.max(initial=0)))
 
 
-def with_draft_pass(run: RunConfig, canvases: int) -> RunConfig:
+def with_draft_pass(run: RunConfig, canvases: int, gpu: str = MEASURED_ON) -> RunConfig:
     """`run` with the --draft-pass that its microbatches of full rows take on a GPU where they have drafts."""
     if run.training.draft_pass not in ("auto", "joint"):
         return run
@@ -146,7 +187,8 @@ def with_draft_pass(run: RunConfig, canvases: int) -> RunConfig:
         tokens = replace(tokens, canvas_prefix=np.full_like(tokens.canvas_prefix, max(run.data.seq_length - run.model.canvas_length, 0)))
     sizes = pass_sizes(tokens, canvases)
     # Of a CPU the configuration alone is asked, not what it can; our kernels for a GPU take 16 bits.
-    is_joint = sizes.drafts and run.training.bf16 and wants_joint(run, on_gpu=True) and may_be_joint(run, torch.device("cpu"))
+    is_joint = (gpu not in WITHOUT_KERNELS and sizes.drafts and run.training.bf16 and wants_joint(run, on_gpu=True)
+                and may_be_joint(run, torch.device("cpu")))
     is_apart = run.training.draft_pass == "auto" and chosen_apart(run, sizes)
     return replace(run, training=replace(run.training, draft_pass="joint" if is_joint else "apart" if is_apart else "shared"))
 
@@ -163,18 +205,20 @@ def work_ms(counted: StepOperations, gpu: str) -> float:
     return sum(operations_ms(part, gpu) for part in (counted.draft, counted.forward, counted.backward, counted.repeated))
 
 
-def moved_ms(weights: Mapping[tuple[str, bool, int], float], run: RunConfig) -> float:
-    """For what a microbatch moves for one rank's weights, given as elements by (grid, trained, bytes of an element)."""
+def moved_ms(weights: Mapping[tuple[str, bool, int], float], run: RunConfig, microbatches: int) -> float:
+    """For what a microbatch, in the mean of a step's, moves for one rank's weights, given as elements by (grid, trained, bytes of an
+    element)."""
     training = run.training
     has_one = training.draft_pass in ("apart", "joint")
-    in_loops = PIPELINE_BYTES * (num_passes(run) - 1) * (run.parallel.pipeline_model_parallel_size > 1 and not has_one)
+    backwards = microbatches * (num_passes(run) if run.parallel.pipeline_model_parallel_size > 1 and not has_one else 1)
+    added = ADDED_BYTES * (backwards - 1) / microbatches
     spared = ONE_BACKWARD_BYTES if has_one else 0
 
     def again(grid: str) -> int:
         is_again = training.recompute_granularity == "full" or grid == "expert" and not keeps_experts(training)
         return REPEATED_BYTES * is_again - spared
 
-    return sum(count * ((TRAINED_BYTES + in_loops if trained else FROZEN_BYTES) + again(grid))
+    return sum(count * ((TRAINED_BYTES + added if trained else FROZEN_BYTES) + again(grid))
                for (grid, trained, _), count in weights.items()) / COPY_TB_PER_S / 1e9
 
 

@@ -1,8 +1,11 @@
 """What was measured by 30 November 2026 (docs/performance.md of that day), as runs that the planner can plan: to see how far off it is.
 
-The suite full ran on two hosts: one that takes 1.3 times as long to start work as those before, since three layouts ran on both, and one
-that takes about 1.1 times as long. By graphs, which ask nothing of the host, steps take as long on all. Faster kernels since then make the
-planner's figures of one GPU too high; constants are to be fitted anew then, and the figures replaced together.
+One GPU: the run of the suite h200 on commit 2f3b2bf, on a host that starts work fast. Beside it what only scripts of that day and the tree
+before gave: two backwards, drafts apart, several microbatches. What stands as "older" was not measured on that tree again; its kernels were
+slower.
+
+Two GPUs: the suite full ran on two hosts: one that takes 1.3 times as long to start work as those before, since three layouts ran on both,
+and one that takes about 1.1 times as long, on commit db3f850. By graphs, which ask nothing of the host, steps take as long on all.
 """
 from __future__ import annotations
 
@@ -22,6 +25,8 @@ GRAPHS, FULL = "--cuda-graph-impl local", "--recompute-granularity full"
 # As before there was a choice, or as was chosen before both passes could have one backward: of pipelines all.
 SHARED = "--draft-pass shared"
 EXPERTS = f"{EIGHT} {SHARED} --expert-model-parallel-size 2"
+ONE_FORM = ("--packing --global-batch-size 8 --self-conditioning-prob 0.5 --moe-max-tokens-per-rank 4096 --cuda-graph-token-multiple 2048 "
+            "--cuda-graph-canvas-multiple 8")
 DEEPEP, BOUND = "--moe-token-dispatcher-type deepep", "--moe-max-tokens-per-rank 1280"
 STREAMS = "--enable-mhc-connections --mhc-num-residual-streams 4"
 PP2, PP2_SIX = f"--pipeline-model-parallel-size 2 {SHARED}", "--num-layers 6 --self-conditioning-prob 0.875 --global-batch-size 8"
@@ -80,21 +85,28 @@ def suite(ms: dict[str, tuple[float, float | None]], far: dict[str, str], *, hos
 
 
 MEASURED = (
-    *(one(f"6 layers, {rows} x {length}, graphs", f"{SIX} {GRAPHS} --draft-pass {passes}", ms, stepped=False, rows=rows, length=length)
-      for rows, length, passes, ms in ((4, 1024, "shared", 111.9), (1, 4096, "shared", 95.4), (1, 1024, "apart", 39.1),
-                                       (1, 32768, "shared", 749.8))),
-    one("6 layers, 1 x 4096, 8 canvases, graphs", f"{SIX} {GRAPHS} {SHARED}", 147.0, stepped=False, length=4096, canvases=8),
-    one("6 layers, 4 x 1024, mHC 4, graphs", f"{SIX} {GRAPHS} {SHARED} {STREAMS}", 120.9, stepped=False, rows=4),
-    one("6 layers, 4 x 1024, AdamW, graphs", f"{SIX} {GRAPHS} {SHARED}", 158.0, 108.5, rows=4),
-    one("6 layers, 1 x 32768, full recompute", f"{SIX} {FULL}", 876.4, 46.2, stepped=False, length=32768),
-    one("adapters, 4 x 1024, graphs, two backwards", f"{LORA} {GRAPHS} {SHARED}", 251.2, 72.3, rows=4),
-    one("adapters, 4 x 1024, graphs, full recompute", f"{LORA} {GRAPHS} {FULL}", 383.7, 54.4, rows=4),
-    one("adapters, 4 x 1024, two backwards", f"{LORA} {SHARED}", 493.4, 71.2, rows=4),
-    one("adapters, 1 x 1024, two backwards", f"{LORA} {SHARED}", 397.9, 54.0),
-    one("adapters, 4 x 1024, graphs", f"{LORA} {GRAPHS}", 237.4, 72.7, rows=4),
-    one("adapters, 1 x 1024, graphs", f"{LORA} {GRAPHS}", 83.2, 55.7),
-    one("adapters, 4 x 1024", LORA, 332.9, 72.8, rows=4),
-    one("adapters, 1 x 1024", LORA, 383.4, 56.2),
+    *(one(f"6 layers, {rows} x {length}, graphs", f"{SIX} {GRAPHS}", ms, stepped=False, rows=rows, length=length)
+      for rows, length, ms in ((4, 1024, 99.4), (1, 4096, 84.0), (1, 1024, 34.6), (1, 32768, 715.6))),
+    one("6 layers, 1 x 4096, 8 canvases, graphs", f"{SIX} {GRAPHS}", 135.3, stepped=False, length=4096, canvases=8),
+    one("6 layers, 4 x 1024, mHC 4, graphs", f"{SIX} {GRAPHS} {STREAMS}", 106.2, stepped=False, rows=4),
+    one("6 layers, 4 x 1024, AdamW, graphs", f"{SIX} {GRAPHS}", 139.2, 112.4, rows=4),
+    one("adapters, 4 x 1024, graphs", f"{LORA} {GRAPHS}", 232.8, 72.7, rows=4),
+    one("adapters, 1 x 1024, graphs", f"{LORA} {GRAPHS}", 82.1, 55.8),
+    one("adapters, 4 x 1024", LORA, 325.4, 72.8, rows=4),
+    one("adapters, 1 x 1024", LORA, 350.0, 56.2),
+    *(one(f"6 layers, {rows} x {length}, graphs, {passes}", f"{SIX} {GRAPHS} --draft-pass {passes}", ms, stepped=False, rows=rows,
+          length=length)
+      for rows, length, passes, ms in ((4, 1024, "shared", 102.9), (1, 4096, "shared", 89.7), (1, 1024, "apart", 35.2))),
+    one("adapters, 4 x 1024, graphs, two backwards", f"{LORA} {GRAPHS} {SHARED}", 244.2, rows=4),
+    one("adapters, 1 x 1024, graphs, two backwards", f"{LORA} {GRAPHS} {SHARED}", 89.6),
+    # As a pipeline of one rank; layers recorded, four microbatches of 1024.
+    one("4 layers, 4 microbatches, AdamW, graphs", f"--num-layers 4 --global-batch-size 4 {GRAPHS}", 196.5, 75.0),
+    one("6 layers, 1 x 32768, full recompute, older", f"{SIX} {FULL}", 876.4, 46.2, stepped=False, length=32768),
+    one("adapters, 4 x 1024, graphs, full recompute, older", f"{LORA} {GRAPHS} {FULL}", 383.7, 54.4, rows=4),
+    one("adapters, 4 x 1024, two backwards, older", f"{LORA} {SHARED}", 493.4, 71.2, rows=4),
+    one("adapters, 1 x 1024, two backwards, older", f"{LORA} {SHARED}", 397.9, 54.0),
+    # Packed conversations of all lengths, filled up to one form: 623 to 639 ms a step of four microbatches a GPU.
+    two("8 layers, EP2, alltoall, packed rows filled up, graphs", f"{EXPERTS} {ONE_FORM} {GRAPHS}", 631.0, length=2048, canvases=8),
     two("8 layers, EP2, deepep, replay, the faster host", f"{EXPERTS} {DEEPEP} {FULL}", 282.2, 70.6),
     two("8 layers, EP2, deepep, no replay, the faster host", f"{EXPERTS} {DEEPEP} {FULL} --no-moe-recompute-replay", 313.6, 70.5),
     two("8 layers, EP2, alltoall, the faster host", EXPERTS, 219.7, 72.5),

@@ -40,12 +40,13 @@ class Loops:
 
 
 def bubble(run: RunConfig, counted: StepOperations, predicted: memory.Forecast, *, gpus: int, gpu: str, beside_ms: float,
-           gpus_per_node: int) -> float:
+           gpus_per_node: int, canvases: int = 1) -> float:
     """Share of the pipeline's time in which a rank waits for others. counted: operations on all GPUs; beside_ms: what a layer takes of a
-    microbatch beside computing, for exchanges."""
+    microbatch beside computing, for exchanges; canvases: of a row."""
     training, layout = run.training, memory.model_layout(run)
     microbatches = training.global_batch_size // (training.micro_batch_size * run.parallel.data_parallel_size(gpus))
-    layer, embedding, head, gradient = _parts(run, counted, predicted, layout.ranks / gpus / microbatches, gpu, beside_ms)
+    layer, embedding, head, gradient = _parts(run, counted, predicted, layout.ranks / gpus / microbatches, gpu, beside_ms,
+                                              microbatches, canvases)
     few = microbatches
     while few > MOST_MICROBATCHES and few % 2 == 0:
         few //= 2
@@ -56,6 +57,8 @@ def bubble(run: RunConfig, counted: StepOperations, predicted: memory.Forecast, 
     costs = Costs(*(tuple(tuple(_ticks(of[loop]) for of in sides) for loop in (0, 1))
                     for sides in ([t.forward for t in times], backwards)), embedding_gradient=_ticks(gradient))
     conditioned = round(few * run.objective.self_conditioning_prob) if run.objective.has_canvases else 0
+    if timing.Fill.of(run, canvases).has_one_form and run.objective.decodes_twice:
+        conditioned = few
     schedule = _schedule(layout, tuple(m < conditioned for m in range(few)), is_joint, run.lora.lora_rank is None)
     edge = timing.edge_ms(run, predicted.tokens, gpus_per_node) / 2 + timing.NCCL_MS
     played = simulate(schedule.pipeline, schedule.lists, costs, latency=_ticks(edge))
@@ -77,11 +80,11 @@ def _ticks(ms: float) -> int:
 
 
 def _parts(run: RunConfig, counted: StepOperations, predicted: memory.Forecast, share: float, gpu: str,
-           beside_ms: float) -> tuple[Loops, Loops, Loops, float]:
+           beside_ms: float, microbatches: int, canvases: int) -> tuple[Loops, Loops, Loops, float]:
     """(a layer, what stands before the first, head with the drafts' soft embedding, the latter's gradient) of a microbatch on the ranks of
     its stage, which compute `share` of all operations between them."""
     model, factor = run.model, timing.streams_factor(run)
-    tokens = timing.token_counts(run, run.training.micro_batch_size)
+    tokens = timing.token_counts(run, run.training.micro_batch_size, canvases=canvases)
     clean, canvas = int(tokens.clean.sum()), int(tokens.canvas.sum())
     drafted = int(tokens.canvas[tokens.self_conditioned].sum())
     second, of_head = drafted / (clean + canvas), drafted / max(tokens.encoder_targets + tokens.decoder_targets, 1)
@@ -92,7 +95,7 @@ def _parts(run: RunConfig, counted: StepOperations, predicted: memory.Forecast, 
     def moved(elements: memory.Elements) -> Loops:
         """Weights are read in both passes, if there are two; the backward moves the rest."""
         loops = memory.num_passes(run)
-        total = timing.moved_ms(elements, run) * factor
+        total = timing.moved_ms(elements, run, microbatches) * factor
         forward = sum(elements.values()) * FORWARD_BYTES / timing.COPY_TB_PER_S / 1e9 * factor
         ahead = (forward, forward if loops == 2 else 0.0)
         return Loops(ahead, tuple((total - sum(ahead)) * part / sum(ahead) for part in ahead))
