@@ -50,9 +50,12 @@ def main() -> int:
     is_toy = chosen.suite == "cpu" or vars(arguments).get("toy") or vars(arguments).get("width") == "toy"  # their times tell little
     from benchmarking.alone import refuse_company
 
-    from tools.refusal import status_of
+    from megatron_dllm.parallel.launch import shares_gpu
+    from tools.refusal import Refusal, status_of
 
     def measure() -> int:
+        if not is_toy and shares_gpu():
+            raise Refusal("SHARE_GPU=1: ranks that take turns on a GPU tell no time; unset it, or add --toy --device cuda to --suite full")
         if not is_toy and torch.cuda.is_available():
             refuse_company(torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))))
         return module.run(arguments)

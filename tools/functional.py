@@ -113,7 +113,7 @@ def differing(case: Case, runs: list[Steps]) -> str:
 
 def run_case(case: Case, times: int, launcher: Launcher, *, at_once: int = 1) -> bool:
     """Run it, print a line, or what is wrong; whether it holds."""
-    here = fingerprint(case.device, environment_of(case, case.then, Path()))
+    here = fingerprint(case.device, environment_of(case, case.then, Path()), case.processes)
     path = case.folder / golden_name(here, case.processes)
     if not path.is_file():
         print(f"{case.name}: FAILED: there is no {path.name} for this kind of device; python tools/functional.py record --only {case.name}")
@@ -143,7 +143,7 @@ def loosely(case: Case) -> str:
 
 def record_case(case: Case, launcher: Launcher, *, verified: bool, goes_on: bool = False, at_once: int = 1) -> bool:
     """Write the golden file of this environment; refused when repeats differ or the layout does not hold."""
-    here = fingerprint(case.device, environment_of(case, case.then, Path()))
+    here = fingerprint(case.device, environment_of(case, case.then, Path()), case.processes)
     path = case.folder / golden_name(here, case.processes)
     with_code = here | {"code": code_digest(ROOT)}
     started = time.monotonic()

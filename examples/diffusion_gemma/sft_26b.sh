@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Fine-tunes every weight of the released 26B model on conversations: one host of 8 GPUs with 80 GB or more, experts over all 8.
+# Fine-tunes the released 26B model on conversations, every weight but the routers': one host of 8 GPUs with 80 GB or more, experts over
+# all 8.
 #
 #   MODEL=dir DATA=chat.jsonl SAVE=runs/sft_26b bash examples/diffusion_gemma/sft_26b.sh [FLAGS OF pretrain_dllm.py]
 #

@@ -54,7 +54,7 @@ def launched() -> tuple[int, int]:
 
 def shares_gpu(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether ranks that are started with this environment share a GPU; ValueError for a setting of SHARE_GPU that is neither 0 nor 1."""
-    value = environment.get(SHARE_GPU, "0")
+    value = environment.get(SHARE_GPU) or "0"  # empty, as scripts leave what they unset
     if value not in ("0", "1"):
         raise ValueError(f"{SHARE_GPU}={value!r}: set 1, or leave it out")
     return value == "1"

@@ -102,7 +102,7 @@ def test_commands_start_the_run_by_itself():
     assert without(["--a", "1", "2", "--b", "--c", "3"], "--a", "--c") == ["--b"]
 
 
-def test_chosen_cases_bring_what_they_are_compared_with():
+def test_chosen_cases_bring_what_they_are_compared_with(monkeypatch):
     arguments = argparse.Namespace(toy=False, device="cuda", layers=None, seq_length=None, long_length=None, cases=["lora"])
     assert [case.name for case in full.chosen(8, arguments)] == ["lora long, one device", "cp8, lora, long, graph", "cp8, lora, long"]
     arguments.cases = None
@@ -112,7 +112,10 @@ def test_chosen_cases_bring_what_they_are_compared_with():
     names = [case.name for case in full.chosen(4, arguments)]
     assert "cp4, lora, long" in names and not any("deepep" in name or "graph" in name for name in names)
     arguments.device = "cuda"  # a rehearsal: what real widths run
-    assert [case.name for case in full.chosen(4, arguments)] == [case.name for case in cases(4, WHOLE) if not case.on_request]
+    names = [case.name for case in cases(4, WHOLE) if not case.on_request]
+    assert [case.name for case in full.chosen(4, arguments)] == names
+    monkeypatch.setenv("SHARE_GPU", "1")
+    assert [case.name for case in full.chosen(4, arguments)] == [name for name in names if "deepep" not in name]
 
 
 def test_table():

@@ -128,6 +128,7 @@ def test_take_steps_keeps_what_is_named_and_its_noise_levels():
 def test_fingerprint_names_what_differs():
     here = fingerprint("cpu", {"OMP_NUM_THREADS": "1"})
     assert here["threads"] == "1" and changed(here, here) == [] and golden_name(here, 2) == "golden_cpu_x2.json"
+    assert golden_name({"device": "NVIDIA H200", "gpus": "one for all ranks"}, 4) == "golden_nvidia-h200_x4_shared.json"
     assert changed(here, {**here, "torch": "0.4"})[0].endswith("here, 0.4 there")
     assert changed(here, fingerprint("cpu", {"OMP_NUM_THREADS": "1", "ATEN_CPU_CAPABILITY": "avx2"}))
 

@@ -136,6 +136,7 @@ def test_read_launch_names_what_is_missing():
         read_launch({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a"})
     with pytest.raises(ValueError, match="SHARE_GPU='yes': set 1, or leave it out"):
         read_launch({**TORCHRUN, "SHARE_GPU": "yes"})
+    assert not read_launch({**TORCHRUN, "SHARE_GPU": ""}).shares_gpu
 
 
 @pytest.mark.parametrize(

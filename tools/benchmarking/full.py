@@ -39,7 +39,7 @@ from megatron_dllm.models.diffusion_gemma.build import build_model
 from megatron_dllm.models.diffusion_gemma.model import DiffusionGemma
 from megatron_dllm.models.diffusion_gemma.stages import build_pipeline
 from megatron_dllm.parallel import ParallelContext, Topology, communication, create_context, initialize
-from megatron_dllm.parallel.launch import launched
+from megatron_dllm.parallel.launch import launched, shares_gpu
 from megatron_dllm.training.batches import Batch, BatchMaker
 from megatron_dllm.training.graphs import graphed, on_device
 from megatron_dllm.training.loop import barrier
@@ -127,6 +127,8 @@ def run(arguments: argparse.Namespace) -> int:
         results = start_worlds(ranks, arguments)
     lines, missed = table(chosen(ranks, arguments), {result.case: result for result in results}, toy=arguments.toy,
                           device=arguments.device)
+    if shares_gpu():
+        print("all ranks share a GPU: no time, speed or exposure says anything of a layout; deepep's layouts are left out")
     print("\n".join(lines), flush=True)
     if launched()[1] > 1:
         dist.destroy_process_group()
@@ -137,7 +139,8 @@ def run(arguments: argparse.Namespace) -> int:
 def chosen(ranks: int, arguments: argparse.Namespace) -> list[Case]:
     """The cases that are asked for and can run here, with those that they are compared with."""
     size = Size.of(arguments.toy, arguments.layers, arguments.seq_length, arguments.long_length)
-    there = [case for case in cases(ranks, size) if arguments.device == "cuda" or not case.needs_cuda]
+    there = [case for case in cases(ranks, size) if (arguments.device == "cuda" or not case.needs_cuda)
+             and not (shares_gpu() and "deepep" in case.flags)]
 
     def is_wanted(case: Case) -> bool:
         if arguments.cases is None:

@@ -16,8 +16,8 @@ from megatron_dllm.parallel.launch import shares_gpu
 INSTRUCTIONS = ("avx512_bf16", "amx_tile", "amx_bf16")
 
 
-def fingerprint(device: str, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """For runs on `device` ("cpu" or "cuda") that are started with `environment`."""
+def fingerprint(device: str, environment: Mapping[str, str] = os.environ, processes: int = 1) -> dict[str, str]:
+    """For runs of so many `processes` on `device` ("cpu" or "cuda") that are started with `environment`."""
     capabilities = torch.cpu.get_capabilities() if "get_capabilities" in vars(torch.cpu) else {}  # not every torch that we take has it
     entries = {
         "torch": torch.__version__,
@@ -38,7 +38,7 @@ def fingerprint(device: str, environment: Mapping[str, str] = os.environ) -> dic
             "processors": str(torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count),
             "nccl_algo": environment.get("NCCL_ALGO", "unset"),
             "cublas_workspace": environment.get("CUBLAS_WORKSPACE_CONFIG", "unset")}
-        if shares_gpu(environment):
+        if shares_gpu(environment) and processes > 1:
             entries["gpus"] = "one for all ranks"
     return entries
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ...parallel import Group, ParallelContext
+from ...parallel.launch import SHARE_GPU, shares_gpu
 from ..permute import Permutation, permute, sort_by_local_expert, unpermute
 from .interface import LAYOUT_EXCHANGE, check_tokens
 from .transfer import Transfer, UnderWay
@@ -168,7 +169,10 @@ def import_package(name: str, attribute: str, context: ParallelContext) -> Any:
 
 
 def check_peers(flag: str, context: ParallelContext) -> None:
-    """The devices of one host must map each other's memory."""
+    """The devices of one host must map each other's memory; ranks on one device would wait for kernels that may not run beside theirs."""
+    if shares_gpu():
+        raise ValueError(f"{flag}: its kernels wait for those of other ranks on other devices, and {SHARE_GPU}=1 gives all ranks one; "
+                         "set --moe-token-dispatcher-type alltoall")
     own, count = torch.cuda.current_device(), torch.cuda.device_count()
     apart = [peer for peer in range(min(count, context.ep.size)) if peer != own and not torch.cuda.can_device_access_peer(own, peer)]
     if apart:
