@@ -291,7 +291,8 @@ def check_room(folder: Path, num_bytes: int, what: str = "a checkpoint") -> None
     """OSError where a checkpoint, or `what`, of this size does not fit."""
     free = shutil.disk_usage(folder).free
     if num_bytes + SPARE_BYTES > free:
-        text = f"{what} takes {describe_bytes(num_bytes)}, but only {describe_bytes(free)} are free"
+        text = (f"{what} takes {describe_bytes(num_bytes)}, {describe_bytes(SPARE_BYTES)} are spared for other files, "
+                f"and only {describe_bytes(free)} are free")
         raise OSError(errno.ENOSPC, text, str(folder))
 
 

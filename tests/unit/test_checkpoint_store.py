@@ -185,7 +185,8 @@ def test_a_checkpoint_is_good_where_its_number_alone_cannot_be_written(tmp_path,
 def test_no_room_is_seen_before_a_byte_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(save_module, "SPARE_BYTES", 1 << 60)
     (outcome,) = save(tmp_path, 1)
-    assert "a checkpoint takes 148 bytes" in outcome.error and "are free" in outcome.error and not list(tmp_path.iterdir())
+    assert "a checkpoint takes 148 bytes, " in outcome.error and " are spared for other files, and only " in outcome.error
+    assert not list(tmp_path.iterdir())
     with pytest.raises(OSError, match="are free"):
         check_room(tmp_path, 1)
 
