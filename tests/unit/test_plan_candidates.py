@@ -174,14 +174,17 @@ def test_numbers_are_from_one(words, capsys):
 
 
 def test_notes_say_what_the_flags_leave_open():
-    def notes(flags: str, machine: layouts.Machine = layouts.Machine(2), canvases: int = 1) -> str:  # noqa: B008 (immutable)
-        return "\n".join(layouts.notes(layouts.plan(parsed(TOY, "--global-batch-size 2", flags), machine, canvases), machine, canvases))
+    def notes(flags: str, machine: layouts.Machine = layouts.Machine(2),  # noqa: B008 (immutable)
+              canvases: int = 1, gib: float = 80.0) -> str:
+        plan = layouts.plan(parsed(TOY, "--global-batch-size 2", flags), machine, canvases)
+        return "\n".join(layouts.notes(plan, machine, canvases, gib))
 
     spread = "--expert-model-parallel-size 2"
     assert "without one" not in notes("") and "up to 8: --canvases-per-row" in notes("--packing") + notes("--packing", canvases=2)
     assert "--canvases-per-row" not in notes("--packing", canvases=2)
     eager = notes(spread)
     assert "with --cuda-graph-impl local --moe-max-tokens-per-rank 80 it takes" in eager
+    assert "which CUDA graphs do not help; another layout" in notes(spread, gib=1.0) and "do not help" not in eager
     assert "--cuda-graph-impl" not in notes(spread, layouts.Machine(2, gpu="A100"))
     stops = "training stops where a rank has more in a pass, and full rows give it 80"
     assert stops in notes(f"{spread} --moe-max-tokens-per-rank 79") and stops not in notes(f"{spread} --moe-max-tokens-per-rank 80")

@@ -107,7 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
         shown = [plan(p.run, machine, canvases) for p in sorted(least, key=lambda p: p.bytes)[:arguments.top]]
     print(f"{arguments.num_gpus} x {arguments.gpu} ({gib:g} GiB): {len(least)} legal layouts, {len(fitting)} fit")
     print(table(shown))
-    for note in notes(shown[0], machine, canvases):
+    for note in notes(shown[0], machine, canvases, gib):
         print(f"note: {note}")
     if not fitting:
         print("none fits: the layouts with the least memory are shown")
@@ -277,7 +277,7 @@ def table(plans: Sequence[Plan]) -> str:
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in texts)
 
 
-def notes(best: Plan, machine: Machine, canvases: int) -> list[str]:
+def notes(best: Plan, machine: Machine, canvases: int, gib: float) -> list[str]:
     """What the figures stand on, and what else could be done."""
     run = best.run
     found = ["rows: --micro-batch-size; shared: --use-distributed-optimizer; *: the host's launches are the limit; tokens/s and TFLOP/s: "
@@ -292,7 +292,7 @@ def notes(best: Plan, machine: Machine, canvases: int) -> list[str]:
                      f"{timing.NETWORK_GB_PER_S:g} GB/s between nodes are assumed")
     if run.training.recompute_granularity is not None or run.model.enable_mhc_connections:
         found.append("activations with recompute or residual streams are extrapolated from those without")
-    return found + notes_on_rows(run, canvases) + notes_on_graphs(best, machine, canvases)
+    return found + notes_on_rows(run, canvases) + notes_on_graphs(best, machine, canvases, gib)
 
 
 def notes_on_rows(run: RunConfig, canvases: int) -> list[str]:
@@ -311,8 +311,8 @@ def notes_on_rows(run: RunConfig, canvases: int) -> list[str]:
     return found
 
 
-def notes_on_graphs(best: Plan, machine: Machine, canvases: int) -> list[str]:
-    """What the layout takes by CUDA graphs, where its host is the limit and they are to be had."""
+def notes_on_graphs(best: Plan, machine: Machine, canvases: int, gib: float) -> list[str]:
+    """What the layout takes by CUDA graphs, where its host is the limit and they help within so much memory."""
     if not best.time.launch_bound or machine.gpu in timing.WITHOUT_KERNELS:
         return []
     run = replace(best.run, training=replace(best.run.training, cuda_graph_impl="local"))
@@ -320,6 +320,9 @@ def notes_on_graphs(best: Plan, machine: Machine, canvases: int) -> list[str]:
     if config.validate(run, world_size=machine.gpus):
         return []
     recorded, bound = plan(run, machine, canvases), run.moe.moe_max_tokens_per_rank
+    if recorded.time.total >= best.time.total or recorded.bytes > gib * GIB:
+        return ["the host's launches are the limit of the first, which CUDA graphs do not help; another layout with --cuda-graph-impl "
+                "local may be faster: plan with it"]
     room = f" --moe-max-tokens-per-rank {bound}" if bound else ""
     return [f"the host's launches are the limit of the first: with --cuda-graph-impl local{room} it takes {recorded.time.total:.0f} ms and "
             f"{recorded.bytes / GIB:.1f} GiB; which layout is best then, a plan with --cuda-graph-impl local says"]
