@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 from megatron_dllm.config import RunConfig, format_problems, parse, to_arguments_text, validate
 from megatron_dllm.parallel import FirstFailure, OtherRankFailed, ParallelContext, initialize
-from megatron_dllm.parallel.launch import launched, shares_gpu
+from megatron_dllm.parallel.initialize import shares_device
+from megatron_dllm.parallel.launch import launched
 from megatron_dllm.training.determinism import require_determinism
 from megatron_dllm.training.loop import Trainer, TrainingFailed
 from megatron_dllm.training.mistakes import is_told
@@ -51,9 +52,8 @@ def _train(run: RunConfig, context: ParallelContext) -> None:
 
 def device_line(context: ParallelContext) -> str:
     """The log's first line: what rank 0 computes on, and whether other ranks compute there too."""
-    shared = shares_gpu() and context.device.type == "cuda" and context.world.size > 1
-    return (f"device: {context.device}, torch {torch.__version__}"
-            + ("; all ranks of a host share it, so that no time says anything of the layout" if shared else ""))
+    shared = "; all ranks of a host share it, so that no time says anything of the layout" if shares_device(context) else ""
+    return f"device: {context.device}, torch {torch.__version__}{shared}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -15,7 +15,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 say() { printf '%s\n' "$*" >&2; }
-stop() { say "error: $*"; exit 1; }
+stop() { say "error: $*"; exit 2; }  # a mistake: starting again would not help
 
 # The Pythons that torch publishes wheels for and the package's own minimum.
 python_fits() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' >/dev/null 2>&1; }
@@ -95,7 +95,7 @@ fill_venv() {
         pip_install "$python" $quiet --constraint "$constraints" --index-url "$TORCH_INDEX_URL" torch
       fi &&
       pip_install "$python" $quiet --constraint "$constraints" --editable ".${extra:+[$extra]}"
-  ) >&2 || stop "the installation failed; the reason is above. Run the same command again to go on from there."
+  ) >&2 || { say "error: the installation failed; the reason is above. Run the same command again to go on from there."; exit 1; }
 }
 
 make_environment() {
@@ -117,7 +117,7 @@ make_environment() {
   if [ -e "$root/.venv" ]; then
     python_fits "$root/.venv/bin/python" || stop "$root/.venv has no working Python 3.11 to 3.14 (was it moved?). Remove it and run this again: rm -r '$root/.venv'"
   else
-    from=$(find_python) || exit 1
+    from=$(find_python) || exit
     torch=""
     if [ -x "$from" ]; then torch=$(own_torch "$from"); fi
     make_venv "$from" "$torch"

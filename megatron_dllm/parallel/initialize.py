@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron_dllm.config.parallel import ParallelConfig
 
 from .context import CommunicationLog, Group, ParallelContext
-from .launch import SHARE_GPU, Launch, read_launch
+from .launch import SHARE_GPU, Launch, read_launch, shares_gpu
 from .topology import GROUP_AXES, Topology
 
 BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
@@ -47,7 +47,8 @@ def initialize(config: ParallelConfig, *, device: str = "auto", timeout_minutes:
             # Binds NCCL to the device now, so that an error in it shows here.
             device_id=own_device if own_device.type == "cuda" else None,
         )
-    return create_context(topology, rank=rank, device=own_device, sequence_parallel=config.sequence_parallel)
+    return create_context(topology, rank=rank, device=own_device, sequence_parallel=config.sequence_parallel,
+                          timeout_minutes=timeout_minutes)
 
 
 def prepare_environment(launch: Launch) -> None:
@@ -80,13 +81,15 @@ def choose_device(device: str, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def create_context(topology: Topology, *, rank: int, device: torch.device, sequence_parallel: bool) -> ParallelContext:
+def create_context(topology: Topology, *, rank: int, device: torch.device, sequence_parallel: bool,
+                   timeout_minutes: float = 10.0) -> ParallelContext:
     """Create all groups over the default process group (none is needed for a world of one) and warm them up.
 
     Every rank creates every group, its own or not, in the same order, as torch.distributed demands.
     """
     log = CommunicationLog()
-    groups = {name: _create_group(name, topology.groups(name), rank, log) for name in GROUP_AXES}
+    timeout = timedelta(minutes=timeout_minutes)  # torch gives new groups its own, not the world's
+    groups = {name: _create_group(name, topology.groups(name), rank, log, timeout) for name in GROUP_AXES}
     everyone = tuple(range(topology.world))
     groups["world"] = (
         Group("world", topology.world, rank, dist.group.WORLD, everyone, log) if topology.world > 1 else Group.single("world", log=log)
@@ -96,12 +99,12 @@ def create_context(topology: Topology, *, rank: int, device: torch.device, seque
     return ParallelContext(**groups, sequence_parallel=sequence_parallel, device=device, log=log)
 
 
-def _create_group(name: str, all_ranks: list[tuple[int, ...]], rank: int, log: CommunicationLog) -> Group:
+def _create_group(name: str, all_ranks: list[tuple[int, ...]], rank: int, log: CommunicationLog, timeout: timedelta) -> Group:
     own = Group.single(name, rank, log)
     for number, ranks in enumerate(all_ranks):
         if len(ranks) == 1:
             continue
-        process_group = dist.new_group(list(ranks), group_desc=f"{name} {number}")
+        process_group = dist.new_group(list(ranks), timeout=timeout, group_desc=f"{name} {number}")
         if rank in ranks:
             own = Group(name, len(ranks), ranks.index(rank), process_group, ranks, log)
     return own
@@ -132,6 +135,11 @@ def warm_up(group: Group, device: torch.device, *, pairs: bool) -> None:
             ]
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
+
+
+def shares_device(context: ParallelContext) -> bool:
+    """Whether other ranks of this world compute on this rank's GPU."""
+    return context.device.type == "cuda" and context.world.size > 1 and shares_gpu()
 
 
 def close(context: ParallelContext) -> None:

@@ -20,7 +20,9 @@ from ..models.diffusion_gemma.model import DiffusionGemma
 from ..models.diffusion_gemma.stages import ModelPipeline, build_pipeline, over_stages
 from ..moe.balance import balance_metrics
 from ..parallel import FirstRankFirst, ParallelContext, Watchdog, communication
+from ..parallel.initialize import shares_device
 from ..tensor_parallel.fused_gradient import weight_gradients
+from ..transformer.core_attention import attention_backends
 from ..transformer_engine import choices
 from . import out_of_memory
 from .batches import BatchMaker, PreparedBatch, training_batches
@@ -289,19 +291,22 @@ class Trainer:
                 raise
 
     def _peak(self):
-        return peak_of(self.context.device, peak_tflops=self.run.logging.peak_tflops)
+        return None if shares_device(self.context) else peak_of(self.context.device, peak_tflops=self.run.logging.peak_tflops)
 
     def _announce(self, logger: RunLogger, start: int) -> None:
         device, trainable = self.context.device, self.optimizer.num_trained
         total = sum(p.numel() for p in self.model.parameters())
         if self.context.world.size > 1:
             logger.message(f"{self.context.world.size} processes; parameters are those of rank 0: {describe_layout(self.context)}")
-        logger.message(f"device: {device}; {describe_peak(self._peak(), str(device))}")
+        logger.message(f"device: {device}; {describe_peak(self._peak(), str(device), shared=shares_device(self.context))}")
         logger.message(f"model: {total:,} parameters, {trainable:,} trained, computing in {str(self.model.dtype).removeprefix('torch.')}")
         for block in list(self.model.layers.values())[:1]:
             logger.message(
                 f"experts: {self.run.moe.dispatcher} over ep {self.context.ep.size}, etp {self.context.etp.size}; "
                 f"products by {block.moe.experts.backend}, routers by {block.moe.router.backend}")
+        if not choices(self.run):  # which say it too
+            for part, backend in attention_backends(self.run.model, self.model.dtype, device).items():
+                logger.message(f"{part}: {backend}")
         for choice in (*choices(self.run), *choice_of_passes(self.run, device)):
             logger.message(str(choice))
         if self.run.training.gradient_accumulation_fusion:

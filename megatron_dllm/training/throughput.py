@@ -43,8 +43,10 @@ def peak_of_name(name: str) -> Peak | None:
     return None
 
 
-def describe_peak(peak: Peak | None, device: str) -> str:
-    """The line that every run logs about the peak that it assumes."""
+def describe_peak(peak: Peak | None, device: str, *, shared: bool = False) -> str:
+    """The line that every run logs about the peak that it assumes; `shared`: by several ranks, each of which has a part of the device."""
+    if shared:
+        return "MFU is not logged: ranks share the device"
     if peak is None:
         return f"MFU is not logged: no peak is known for {device}; give --peak-tflops"
     return f"MFU assumes a peak of {peak.description}"

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ..config import ModelConfig
 from ..kernels.attention_tiles import AttentionTiles, attention_tiles, takes_attention
 from .attention_work import WorkGroup, work_list
 from .precision import at_least_fp32
@@ -113,6 +114,16 @@ def attention_plan(visibility: Visibility, window: int | None, device: torch.dev
 def _on_device(group: WorkGroup, device: torch.device) -> DeviceGroup:
     mask = None if group.mask is None else torch.from_numpy(group.mask).to(device)
     return DeviceGroup(Rows.of(group.queries, device), Rows.of(group.keys, device), len(group.queries), mask, group.causal)
+
+
+def attention_backends(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> dict[str, str]:
+    """What computes `attend` in layers of each type, for people to read: "attention, full, head 512" and its backend."""
+    backends = {}
+    for kind in dict.fromkeys(kind for kind in config.layer_types if kind != "linear"):
+        size = config.head_dim(config.layer_types.index(kind))
+        probe = torch.empty(1, 1, size, device=device, dtype=dtype)
+        backends[f"attention, {kind}, head {size}"] = "Triton kernels" if takes_attention(probe, probe, probe) else "work groups by torch"
+    return backends
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> Tensor:

@@ -73,7 +73,7 @@ def run(script: str, checkout: Path, **environment: str) -> subprocess.Completed
 
 def test_make_environment_checks_python_before_making_anything(checkout, no_python):
     result = run("make_environment dev", checkout, PATH=str(no_python))
-    assert result.returncode == 1
+    assert result.returncode == 2
     assert "no Python 3.11 to 3.14 found" in result.stderr and "PYTHON=/path/to/python3" in result.stderr
     assert not (checkout / ".venv").exists()
 
@@ -83,14 +83,14 @@ def test_make_environment_refuses_a_python_that_is_too_old(checkout, no_python):
     old.write_text("#!/bin/sh\nexit 1\n")
     old.chmod(0o755)
     result = run("make_environment dev", checkout, PATH=str(no_python), PYTHON=str(old))
-    assert result.returncode == 1 and f"PYTHON={old} is not a Python 3.11 to 3.14" in result.stderr
+    assert result.returncode == 2 and f"PYTHON={old} is not a Python 3.11 to 3.14" in result.stderr
     assert not (checkout / ".venv").exists()
 
 
 def test_make_environment_says_what_to_do_with_a_broken_venv(checkout):
     (checkout / ".venv" / "bin").mkdir(parents=True)
     result = run("make_environment dev", checkout)
-    assert result.returncode == 1 and f"rm -r '{checkout}/.venv'" in result.stderr
+    assert result.returncode == 2 and f"rm -r '{checkout}/.venv'" in result.stderr
 
 
 def test_make_environment_takes_an_active_environment_that_has_everything():

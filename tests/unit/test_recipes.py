@@ -81,7 +81,7 @@ def test_recipe_trains_fp32_masters_and_computes_in_bf16(recipe):
 def test_recipe_says_what_it_needs(recipe):
     assert f"bash {recipe}" in start(recipe, "--help").stdout
     missing = start(recipe)
-    assert missing.returncode == 1 and "is not set; start the recipe as" in missing.stderr and f"bash {recipe}" in missing.stderr
+    assert missing.returncode == 2 and "is not set; start the recipe as" in missing.stderr and f"bash {recipe}" in missing.stderr
 
 
 def test_recipe_checks_its_environment_first(tmp_path):
@@ -90,10 +90,10 @@ def test_recipe_checks_its_environment_first(tmp_path):
         values = {"MODEL": str(tmp_path), "DATA": str(tmp_path), "SAVE": str(tmp_path / "run")} | {name: str(tmp_path / "nothing")}
         (tmp_path / "config.json").write_text("{}")
         result = start(recipe, **values)
-        assert result.returncode == 1 and f"{name}={tmp_path}/nothing" in result.stderr
+        assert result.returncode == 2 and f"{name}={tmp_path}/nothing" in result.stderr
     (tmp_path / "file").touch()
     result = start(recipe, MODEL=str(tmp_path), DATA=str(tmp_path), SAVE=str(tmp_path / "file"))
-    assert result.returncode == 1 and "is a file" in result.stderr
+    assert result.returncode == 2 and "is a file" in result.stderr
     assert "SCALE=small is neither full nor toy" in start(recipe, SCALE="small").stderr
 
 

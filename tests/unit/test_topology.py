@@ -1,13 +1,14 @@
 """Rank grids: tables written by hand, and sizes that do not fit."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 
 from megatron_dllm.config.parallel import ParallelConfig
 from megatron_dllm.parallel import Group, ParallelContext, Topology, initialize
-from megatron_dllm.parallel.initialize import choose_device
+from megatron_dllm.parallel.initialize import choose_device, shares_device
 from megatron_dllm.parallel.launch import Launch, first_host, read_launch
 from megatron_dllm.parallel.topology import GROUP_AXES
 
@@ -173,3 +174,11 @@ def test_group_without_process_group_is_an_error():
     group = Group("tp", 2, 0, None, (0, 1))
     with pytest.raises(RuntimeError, match="group tp of ranks .* has no process group"):
         group.handle  # noqa: B018
+
+
+def test_a_device_is_shared_where_the_launch_says_so_and_others_are_there(monkeypatch):
+    single = ParallelContext.single("cpu")
+    several = replace(single, world=Group("world", 2, 0, None, (0, 1)), device=torch.device("cuda", 0))
+    assert not shares_device(several)
+    monkeypatch.setenv("SHARE_GPU", "1")
+    assert [shares_device(context) for context in (several, replace(several, world=single.world), single)] == [True, False, False]

@@ -236,6 +236,7 @@ def test_peak_of_a_cpu_is_only_what_the_flag_says():
     assert peak_of(cpu, peak_tflops=None) is None
     assert peak_of(cpu, peak_tflops=0.5).tflops == 0.5
     assert describe_peak(None, "cpu") == "MFU is not logged: no peak is known for cpu; give --peak-tflops"
+    assert describe_peak(None, "cuda:0", shared=True) == "MFU is not logged: ranks share the device"
     assert "0.5 TFLOP/s per device (--peak-tflops)" in describe_peak(peak_of(cpu, peak_tflops=0.5), "cpu")
     assert "989 TFLOP/s per device (dense bf16 of H200" in describe_peak(peak_of_name("NVIDIA H200"), "cuda:0")
 

@@ -10,7 +10,6 @@ import torch
 
 from megatron_dllm.config import PRESETS, ModelConfig, MoEConfig, OptimizerConfig, RunConfig, parse
 from megatron_dllm.config.validation import validate
-from megatron_dllm.kernels.attention_tiles import takes_attention
 from megatron_dllm.kernels.launch import WIDEST_ROW, takes
 from megatron_dllm.moe.dispatchers.build import BY_DEEP_EP, PLAIN, build_dispatcher
 from megatron_dllm.moe.dispatchers.deepep import import_package
@@ -20,6 +19,7 @@ from megatron_dllm.tensor_parallel import Initializer
 from megatron_dllm.tensor_parallel.fused_gradient import weight_gradients
 from megatron_dllm.training.algorithms import BACKENDS, adamw, algorithm_of
 from megatron_dllm.training.determinism import obstacles
+from megatron_dllm.transformer.core_attention import attention_backends
 from megatron_dllm.transformer.gated_delta_fla import check_fla
 from megatron_dllm.transformer_engine import Choice, choices, load_engine
 
@@ -44,11 +44,8 @@ def choices_section(device: torch.device, environment: Mapping[str, str] = os.en
 
 def attention_rows(config: ModelConfig, device: torch.device) -> Iterator[Row]:
     for flag, dtype in DTYPES:
-        for kind, layer in {config.layer_types[n]: n for n in range(config.num_layers)}.items():
-            size = config.head_dim(layer)
-            probe = torch.empty(1, 1, size, device=device, dtype=dtype)
-            taken = takes_attention(probe, probe, probe)
-            yield Row(TAKEN, (f"attention, {kind}, head {size}", flag, "Triton kernels" if taken else "work groups by torch"))
+        for part, taken in attention_backends(config, dtype, device).items():
+            yield Row(TAKEN, (part, flag, taken))
     for backend in GATED_DELTA:
         flag = f"--gdn-kernel-backend {backend}{' --bf16' if backend == 'fla' else ''}"
         refused = refusal(device, flag.split(), ["--layer-types", "linear*5,full"])
