@@ -44,7 +44,8 @@ def test_none_in_evaluation_and_refused_without_draws():
 
 
 def test_words_are_those_of_documents_wherever_they_lie():
-    apart, packed = (DropoutWords.of(toy_plan(packed=packed).microbatches[0][0]) for packed in (False, True))
+    # All of this seed's examples have a draft, so that no plan deals them in another order.
+    apart, packed = (DropoutWords.of(toy_plan(packed=packed, seed=4).microbatches[0][0]) for packed in (False, True))
     assert np.array_equal(apart.clean, packed.clean)
     other = DropoutWords.of(toy_plan(seed=9).microbatches[0][0])
     assert not np.any(apart.clean == other.clean)
