@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from megatron_dllm.config import ObjectiveConfig
+from megatron_dllm.config.extensions import NOISE_SCHEDULES
 from megatron_dllm.diffusion.batch_plan import NOISE_RANGE, RowRequest, fit_example, plan_batch
 from megatron_dllm.diffusion.random import DrawKey, Stream
 
@@ -58,6 +59,16 @@ def test_scored_tokens(score, fill, truncated, count):
     assert plan.denominators.decoder == count
 
 
+def test_in_a_packed_row_each_example_has_its_own_mark_of_truncation():
+    pairs, cut = ((3, 5), (3, 8), (3, 2)), (False, True, True)
+    rows = [request(i, *pair) for i, pair in enumerate(pairs)]
+    packed = RowRequest([0, 1, 2], [row.keys[0] for row in rows], [row.fits[0] for row in rows], cut)
+    objective = dataclasses.replace(OBJECTIVE, canvases_scored="all", score_eos_fill="not-if-truncated")
+    plan = plan_batch([packed], objective, micro_batch_size=1)
+    assert [e.scored_fill for e in examples(plan)] == [True, False, False]
+    assert plan.denominators.decoder == 8 + 8 + 2
+
+
 def test_scored_corrupted_tokens_are_the_replaced_ones():
     objective = dataclasses.replace(OBJECTIVE, canvases_scored="all", score_tokens="corrupted")
     plan = plan_batch([request(i, 3, 40) for i in range(16)], objective, micro_batch_size=16)
@@ -95,12 +106,21 @@ def test_reweighted_levels_stay_away_from_one():
     assert max(levels) == 0.75 and min(levels) >= 0.25
 
 
+@pytest.mark.parametrize(("level", "expected"), [(0.0, 0.25), (0.5, 0.5), (2.0, 1.0)], ids=["below", "inside", "above"])
+def test_a_schedule_of_a_users_own_is_held_to_the_range(level, expected, monkeypatch):
+    monkeypatch.setitem(NOISE_SCHEDULES.rows, "flat", lambda drawn: level)
+    objective = dataclasses.replace(OBJECTIVE, noise_schedule="flat", noise_min=0.25)
+    assert [e.noise_level for e in examples(plan_batch([request(0, 4, 12)], objective, micro_batch_size=1))] == [expected]
+
+
 @pytest.mark.parametrize(("micro", "ranks"), [(1, 1), (2, 2), (4, 2), (1, 4)])
 def test_self_conditioned_rows_share_microbatch_numbers(micro, ranks):
     plan = plan_batch([request(i, 4, 12) for i in range(16)], OBJECTIVE, micro_batch_size=micro, data_parallel_size=ranks)
     conditioned = sum(e.self_conditioned for e in examples(plan))
     second = sum(plan.second_loop(m) for m in range(len(plan.microbatches[0])))
     assert 0 < conditioned < 16 and second == -(-conditioned // (micro * ranks))
+    drafted = plan.with_every_draft()
+    assert all(microbatch.self_conditioned for rank in drafted.microbatches for microbatch in rank)
 
 
 def test_slots_hold_every_row_once_and_draws_do_not_depend_on_them():

@@ -5,9 +5,10 @@ import numpy as np
 import pytest
 
 from megatron_dllm.config import ObjectiveConfig
+from megatron_dllm.config.extensions import OBJECTIVES, AddedObjective
 from megatron_dllm.diffusion.batch_plan import RowRequest, fit_example, plan_batch
-from megatron_dllm.diffusion.random import DrawKey, Stream
-from megatron_dllm.diffusion.streams import build_streams
+from megatron_dllm.diffusion.random import DrawKey, Purpose, Stream
+from megatron_dllm.diffusion.streams import DropoutWords, build_streams
 
 LENGTHS = ((5, 6), (0, 3), (9, 8))
 VOCABULARY, FILL = 50, 1
@@ -36,7 +37,8 @@ def test_clean_stream_by_hand():
 
 @pytest.mark.parametrize("changes", [
     {}, {"encoder_loss_normalization": "token"}, {"canvases_scored": "all"}, {"score_tokens": "corrupted"},
-    {"encoder_loss_tokens": "response"}, {"encoder_loss_weight": 0.25}], ids=str)
+    {"encoder_loss_tokens": "response"}, {"encoder_loss_weight": 0.25},
+    {"encoder_loss_weight": 0.25, "encoder_loss_normalization": "token"}], ids=str)
 def test_weights_sum_to_the_weights_of_the_losses(changes):
     objective = dataclasses.replace(ObjectiveConfig(), **changes)
     _, streams = make(objective)
@@ -69,6 +71,34 @@ def test_leave_one_out_bonus():
     assert not make(ObjectiveConfig())[1].observed_bonus.any()
 
 
+def test_an_objective_of_a_users_own_weighs_what_would_be_scored(monkeypatch):
+    monkeypatch.setitem(OBJECTIVES.rows, "rising", AddedObjective(lambda example, canvas, objective: np.arange(4) + 1.0))
+    settings = {"score_tokens": "corrupted", "diffusion_loss": "reweighted", "noise_min": 0.1}
+    _, plain = make(ObjectiveConfig(**settings))
+    _, weighed = make(ObjectiveConfig(objective="rising", **settings))
+    assert 0 < (plain.canvas.weights > 0).sum() < len(plain.canvas)
+    assert np.array_equal(weighed.canvas.weights, plain.canvas.weights * np.tile([1.0, 2, 3, 4], 3))
+
+
+def test_dropout_words_are_those_of_documents_and_positions():
+    """A canvas that is decoded without its draft's signal has the words of a first decoding, however often it is decoded."""
+    fit = fit_example(5, 8, seq_length=32, canvas_length=4)
+    rows = [RowRequest([i], [DrawKey(3, Stream.TRAIN, 0, i, 0)], [fit], [False]) for i in range(6)]
+    plan = plan_batch(rows, ObjectiveConfig(canvases_scored="all"), micro_batch_size=6)
+    examples = plan.microbatches[0][0].examples
+    assert len({e.self_conditioned for e in examples}) == 2
+
+    def of(purpose, start, count):
+        return [word for e in examples for word in e.key.words(purpose, start, count).view(np.int64).tolist()]
+
+    second = [word for e in examples for word in e.key.words(
+        Purpose.DROPOUT_SECOND if e.self_conditioned else Purpose.DROPOUT_CANVAS, 5, 8).view(np.int64).tolist()]
+    for microbatch in (plan.microbatches[0][0], plan.with_every_draft().microbatches[0][0]):
+        words = DropoutWords.of(microbatch)
+        assert words.clean.tolist() == of(Purpose.DROPOUT_CLEAN, 0, 13) and words.canvas.tolist() == of(Purpose.DROPOUT_CANVAS, 5, 8)
+        assert words.second.tolist() == second
+
+
 def test_packed_examples_stand_apart():
     """Two examples in one row are laid out as two rows are: positions restart and no key is shared."""
     objective = ObjectiveConfig()
@@ -84,4 +114,7 @@ def test_packed_examples_stand_apart():
     assert len(together.clean) == len(apart.clean) and sorted(together.canvas.tokens) == sorted(apart.canvas.tokens)
     assert together.clean.weights.sum() == pytest.approx(1.0)
     starts = np.flatnonzero(together.clean.positions == 0)
-    assert set(together.visibility.first_key.tolist()) == set(starts.tolist())
+    # Each token of either stream sees keys from its own example's first on.
+    totals, canvases = [e.fit.total for e in packed.examples], [4 * len(e.canvases) for e in packed.examples]
+    assert starts.tolist() == [0, totals[0], totals[0] + totals[1]]
+    assert together.visibility.first_key.tolist() == [*np.repeat(starts, totals), *np.repeat(starts, canvases)]

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megatron_dllm.config import PRESETS
+from megatron_dllm.tensor_parallel.dropout import TokenDraws
 from megatron_dllm.transformer.block import near_equal_counts
 from megatron_dllm.transformer.core_attention import attend, attention_plan
 from megatron_dllm.transformer.token_pass import LAYER_TYPES, PassTokens, SequenceSplit, TokenPass, token_pass
@@ -21,6 +22,13 @@ def test_pieces_are_those_of_the_filled_list(num_clean, num_canvas, size):
         own, piece = kinds[rank * length:(rank + 1) * length], TokenPass(num_clean, num_canvas, {}, SequenceSplit(rank, size))
         assert (piece.num_own, piece.num_own_clean, piece.num_own_fill) == (length, own.count("clean"), own.count("fill"))
         assert piece.per_stream(torch.tensor([2.0, 3.0])).flatten().tolist() == [values[kind] for kind in own]
+
+
+@pytest.mark.parametrize("num_live", [0, 3, 5, 7, None])
+def test_a_piece_has_its_own_part_of_the_rows_with_a_gradient(num_live):
+    for rank, first in enumerate((0, 3, 6)):
+        piece = TokenPass(5, 2, {}, SequenceSplit(rank, 3), draws=TokenDraws(None, None, num_live))
+        assert piece.num_own_live == (None if num_live is None else sum(first <= row < first + 3 for row in range(num_live)))
 
 
 def test_fill_gets_positions_and_attends_to_nothing():
