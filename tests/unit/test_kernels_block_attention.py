@@ -58,6 +58,22 @@ def check(query, cache, plan, tolerance, **options):
     assert (got - want).abs().max() <= tolerance * want.abs().max()
 
 
+def test_clean_tokens_move_to_the_slots_of_their_positions():
+    """Of a ring of 4 the last positions alone, also of a block that is as long or longer, or of which some tokens are fill."""
+    held, counts, length, ring = (0, 6, 3), (7, 4, 3), 7, 4
+    plan = block_plan(torch.arange(3), torch.tensor(held), torch.tensor(counts), slots=ring + length + 1, length=length, window=ring + 1,
+                      is_causal=True)
+    cache = KeyCache(*(torch.full((3, ring + length + 1, 1, 1), -1.0) for _ in range(2)))
+    for row, before in enumerate(held):
+        for position in range(max(before - ring, 0), before):
+            cache.key[row, position % ring] = position
+        cache.key[row, min(before, ring):][:length] = (before + torch.arange(length)).view(-1, 1, 1).float()
+    plan.move(cache)
+    for row, total in enumerate(map(sum, zip(held, counts, strict=True))):
+        kept = range(max(total - ring, 0), total)
+        assert [int(cache.key[row, position % ring]) for position in kept] == list(kept)
+
+
 @DEVICES
 @pytest.mark.parametrize("is_causal", [False, True], ids=["canvas", "clean"])
 @pytest.mark.parametrize("name, splits", [*((name, 4) for name in CASES), ("around its end", 1), ("no window", 1)])

@@ -164,3 +164,12 @@ def test_gradients_are_finite_and_reach_every_parameter(probability, kind):
     assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
     conditioning = {name for name, _ in model.named_parameters() if name.startswith("self_conditioning")}
     assert silent == (conditioning if probability == 0.0 else set())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_embeddings_are_scaled_by_what_the_compute_dtype_makes_of_the_scale(dtype):
+    """48^0.5 is 6.9282, in bf16 6.9375 (and the released model's 53.066 is 53.0)."""
+    model = toy_model(dtype, config=dataclasses.replace(CONFIG, num_layers=1, layer_types=("full",), hidden_size=48))
+    tokens = torch.arange(CONFIG.vocab_size)
+    assert torch.equal(model.embed(tokens), model.embedding.weight * torch.tensor(48**0.5, dtype=dtype))
+    assert model.embedding_scale == (6.9375 if dtype == torch.bfloat16 else pytest.approx(48**0.5, rel=1e-7))

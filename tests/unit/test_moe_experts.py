@@ -95,6 +95,21 @@ def test_the_whole_feed_forward_equals_its_parts(counts, dtype, tolerance, weigh
         assert got.shape == want.shape and (got.double() - want.double()).norm() <= tolerance * want.double().norm()
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["loop", "grouped"])
+def test_rows_of_no_expert_stand_last_and_give_weights_nothing(dtype):
+    config = dataclasses.replace(PRESETS["toy"], hidden_size=16, moe_ffn_hidden_size=8, num_experts=4)
+    experts = Experts("experts", config, context=ParallelContext.single(), init=Initializer(3, 0.5), dtype=dtype)
+    rows, counts = torch.randn(12, 16, dtype=dtype), torch.tensor([3, 0, 5, 1])
+
+    def results(rows):
+        own = rows.clone().requires_grad_()
+        y = experts(own, counts)[:9]
+        return [y, *torch.autograd.grad(y.square().sum(), (own, *experts.parameters()))]
+
+    for found, wanted in zip(results(rows), results(rows[:9]), strict=True):
+        torch.testing.assert_close(found[:len(wanted)], wanted)
+
+
 def test_sort_by_local_expert_leaves_other_choices_out():
     indices = torch.tensor([[1, -1], [-1, -1], [0, 1], [-1, 0]])
     permutation = sort_by_local_expert(indices, 3, 4)

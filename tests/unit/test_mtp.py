@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from megatron_dllm.config import ObjectiveConfig
 from megatron_dllm.diffusion.inputs import MTP_GROUP
 from megatron_dllm.training.step import loss_metrics
+from megatron_dllm.transformer.mtp import with_mtp_layers
 from megatron_dllm.transformer.token_pass import LAYER_TYPES, PassTokens, token_pass
 from megatron_dllm.transformer.visibility import CLEAN, Visibility
 from tests.unit.toy import CONFIG, gradients, toy_inputs, toy_model, toy_plan, toy_tokens
@@ -145,3 +146,8 @@ def test_tokens_and_weights_of_each_depth():
         assert scored.targets[own].tolist() == text[ahead + 1:]
         assert set(scored.weights.tolist()) == {SCALE / DEPTH / plan.denominators.encoder}
         assert set(scored.group.tolist()) == {MTP_GROUP}
+
+
+def test_blocks_are_full_layers_whatever_the_last_layer_is():
+    config = with_mtp_layers(dataclasses.replace(MTP, layer_types=("full",) * (MTP.num_layers - 1) + ("sliding",), mtp_num_layers=2))
+    assert config.num_layers == MTP.num_layers + 2 and config.layer_types[-3:] == ("sliding", "full", "full")

@@ -4,7 +4,7 @@ import torch
 from transformers.models.diffusion_gemma.modeling_diffusion_gemma import DiffusionGemmaRMSNorm, apply_rotary_pos_emb
 
 from megatron_dllm.transformer.norms import rms_norm
-from megatron_dllm.transformer.rotary import inverse_frequencies, rotary_table, rotate
+from megatron_dllm.transformer.rotary import inverse_frequencies, norm_heads, rotary_table, rotate
 
 CPU = torch.device("cpu")
 
@@ -48,3 +48,20 @@ def test_rms_norm_gradients(weighted):
     weight = torch.rand(5, generator=generator, dtype=torch.float64, requires_grad=True) if weighted else None
     assert torch.autograd.gradcheck(lambda *inputs: rms_norm(inputs[0], inputs[1] if weighted else None, 1e-3),
                                     (x, weight) if weighted else (x,))
+
+
+@pytest.mark.parametrize("has_value", [True, False], ids=["values", "values are raw keys"])
+def test_norm_heads_is_norms_and_turns(has_value):
+    """Results and gradients of the one function are those of the formulas, by autograd."""
+    generator = torch.Generator().manual_seed(4)
+    query, key, value = (torch.randn(5, heads, 8, generator=generator, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
+    weights = [torch.rand(8, generator=generator, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    table = rotary_table(torch.tensor([0, 1, 7, 30, 500]), inverse_frequencies(8, 1e2, 0.5, CPU))
+    leaves = [query, key, *([value] if has_value else []), *weights]
+    value = value if has_value else key
+    turned = [rotate(rms_norm(x, weight, 1e-3), table) for x, weight in zip((query, key), weights, strict=True)]
+    wanted, found = [*turned, rms_norm(value, None, 1e-3)], norm_heads(query, key, value, *weights, table, 1e-3)
+    upstream = [torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in wanted]
+    torch.testing.assert_close(list(found), wanted, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(torch.autograd.grad(found, leaves, upstream), torch.autograd.grad(wanted, leaves, upstream),
+                               rtol=1e-12, atol=1e-12)
