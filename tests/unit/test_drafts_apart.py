@@ -17,13 +17,14 @@ from tests.unit.toy import CONFIG, LENGTHS, toy_inputs, toy_model, toy_plan
 
 LINEAR = dataclasses.replace(CONFIG, num_layers=2, layer_types=("linear", "full"))
 MTP = dataclasses.replace(CONFIG, num_layers=2, layer_types=("sliding", "full"), mtp_num_layers=2)
+LAST_SLIDES = dataclasses.replace(CONFIG, num_layers=2, layer_types=("full", "sliding"))
 MHC = dataclasses.replace(CONFIG, enable_mhc_connections=True, mhc_num_residual_streams=2)
 SOME, ALL, NONE = (ObjectiveConfig(self_conditioning_prob=share) for share in (0.5, 1.0, 0.0))
 UNIFORM = dataclasses.replace(SOME, self_conditioning_null="uniform", canvases_scored="all", diffusion_loss="reweighted-loo")
 CASES = {
     "some": (CONFIG, SOME, {}), "all": (CONFIG, ALL, {}), "packed": (CONFIG, SOME, {"packed": True}),
     "all canvases, uniform null": (CONFIG, UNIFORM, {"packed": True}), "linear layers": (LINEAR, SOME, {"lengths": LENGTHS[:4]}),
-    "mtp": (MTP, SOME, {}),
+    "mtp": (MTP, SOME, {}), "a last layer that slides": (LAST_SLIDES, SOME, {}),
     "mhc": (MHC, ALL, {}), "one row": (CONFIG, ALL, {"lengths": LENGTHS[2:3]})}
 SEED = 3  # of a plan in which five of eight examples have a draft
 MULTIPLE = 2  # that the kept clean tokens are filled up to: with the real one all of a toy's would be kept

@@ -12,6 +12,7 @@ from megatron_dllm.parallel import ParallelContext
 from megatron_dllm.tensor_parallel.initialization import Initializer
 from megatron_dllm.transformer.gated_delta_net import GatedDeltaNet, normalize_pair
 from megatron_dllm.transformer.gated_delta_plan import Runs, appended_runs, first_runs, gated_delta_plan, second_runs
+from megatron_dllm.transformer.gated_delta_rule import CHUNK
 from megatron_dllm.transformer.gated_delta_rule_reference import recurrent_gated_delta_rule
 from megatron_dllm.transformer.recompute import Recompute
 from megatron_dllm.transformer.visibility import CLEAN, Visibility
@@ -259,3 +260,10 @@ def test_linear_attention_freq_with_a_checkpoint(tmp_path):
     for other in ([*words, "2"], [words[-1], "2"]):
         with pytest.raises(ValueError, match="leave the flag out, or start from another checkpoint"):
             parse([*other, "--load", str(tmp_path)])
+
+
+def test_chunks_follow_those_of_their_own_run():
+    """After a run of one chunk, a longer run has other numbers in the levels that follow than in the first one."""
+    plan = gated_delta_plan(Runs((10, 3 * CHUNK, 2 * CHUNK + 1), (0, 0, 0)), 4, torch.device("cpu"))
+    assert [level.parents.tolist() for level in plan.levels] == [[0, 0, 0], [1, 2], [0, 1]]
+    assert [(level.start, level.stop) for level in plan.levels] == [(0, 3), (3, 5), (5, 7)]

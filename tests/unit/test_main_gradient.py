@@ -7,12 +7,13 @@ import weakref
 import pytest
 import torch
 
-from megatron_dllm.config import PRESETS
+from megatron_dllm.config import PRESETS, ObjectiveConfig
 from megatron_dllm.data_parallel import GradientBuckets, GradientSums
 from megatron_dllm.moe.experts import Experts
 from megatron_dllm.parallel import ParallelContext
 from megatron_dllm.tensor_parallel.initialization import Initializer
 from tests.unit.kernel_cases import DEVICES, draw, need_kernels
+from tests.unit.toy import toy_inputs, toy_model, toy_plan
 
 HIDDEN, INNER, NUM_EXPERTS = 16, 8, 3
 USES = {"one": [(2, 0, 3)], "both loops": [(2, 0, 3), (0, 0, 4)], "one without rows": [(2, 1, 1), (0, 0, 0)]}
@@ -183,3 +184,15 @@ def test_experts_are_freed_after_a_forward_without_a_backward():
     del experts
     gc.collect()
     assert reference() is None
+
+
+@pytest.mark.parametrize("null", ["zero", "uniform"])
+def test_an_embedding_that_a_uniform_signal_reads_completes_its_gradient_once(null):
+    """In 16 bits, where the uses of the weight that share a sum add to the buffer by themselves, and this one does not share it: counted
+    twice, the bucket would be summed over ranks before all of its gradients are there."""
+    objective = ObjectiveConfig(self_conditioning_null=null)
+    model = toy_model(torch.bfloat16)
+    buckets = GradientBuckets(model.named_parameters(), ParallelContext.single())
+    buckets.last_microbatch()
+    model(toy_inputs(toy_plan(objective), objective=objective, dtype=torch.float32)).total.backward()
+    assert all(bucket.missing == 0 for bucket in buckets.buckets)

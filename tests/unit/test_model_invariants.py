@@ -173,3 +173,11 @@ def test_embeddings_are_scaled_by_what_the_compute_dtype_makes_of_the_scale(dtyp
     tokens = torch.arange(CONFIG.vocab_size)
     assert torch.equal(model.embed(tokens), model.embedding.weight * torch.tensor(48**0.5, dtype=dtype))
     assert model.embedding_scale == (6.9375 if dtype == torch.bfloat16 else pytest.approx(48**0.5, rel=1e-7))
+
+
+def test_a_uniform_null_is_the_signal_of_a_uniform_guess():
+    model = toy_model(config=dataclasses.replace(CONFIG, num_layers=1, layer_types=("full",)))
+    alike = torch.zeros(1, CONFIG.vocab_size, dtype=torch.float64)
+    torch.testing.assert_close(model.null_signal(), model.soft_signal_of(alike), rtol=1e-12, atol=1e-13)
+    hidden = torch.zeros(1, CONFIG.hidden_size, dtype=torch.float64)
+    torch.testing.assert_close(model.null_signal(), model.soft_signal(hidden), rtol=1e-12, atol=1e-13)

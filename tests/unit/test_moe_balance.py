@@ -101,6 +101,17 @@ def test_figures_of_each_stream():
         assert metrics[f"routing/layers.1/{name}/entropy"] == pytest.approx(-(p * p.log()).sum(1).mean().item())
 
 
+@pytest.mark.parametrize("is_draft", [False, True], ids=["an evaluation", "drafts made beforehand"])
+def test_what_has_no_gradient_is_noted_for_drafts_alone(is_draft):
+    layer, monitor = build(aux=0.3)
+    layer.router.bias = ExpertBias(CONFIG.num_experts, 0.1, torch.float64, SINGLE)
+    tokens, x = tokens_and_input()
+    with torch.no_grad():
+        layer(x, x, tokens=dataclasses.replace(tokens, is_draft=is_draft))
+    assert set(monitor.drain()) == ({"layers.1"} if is_draft else set())
+    assert (layer.router.bias.load is not None) == is_draft
+
+
 def test_count_values():
     values = torch.tensor([[3, 0], [3, 5], [0, 3]])
     assert count_values(values, 6).tolist() == [2, 0, 0, 3, 0, 1]

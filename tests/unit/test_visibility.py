@@ -58,6 +58,11 @@ def test_windowed_by_hand():
         [0, 0, 0, 0,  1, 0, 0,    0, 0,     1, 1]]
 
 
+def test_a_window_that_is_longer_than_a_document_ends_with_it():
+    seen = TWO_DOCUMENTS.windowed(6)
+    assert seen.first_key.tolist() == [0, 0, 0, 0, 4, 4, 4, 0, 0, 4, 4] and seen.past_key.tolist() == TWO_DOCUMENTS.past_key.tolist()
+
+
 def test_key_intervals_by_hand():
     assert TWO_DOCUMENTS.key_intervals().tolist() == [
         [0, 1, 0, 0], [0, 2, 0, 0], [0, 3, 0, 0], [0, 4, 0, 0], [4, 5, 0, 0], [4, 6, 0, 0], [4, 7, 0, 0],
