@@ -18,6 +18,7 @@ from tests.unit.fake_fla import by_tokens
 from tests.unit.toy import CONFIG, toy_model, toy_plan, toy_tokens
 
 TOLERANCE = 1e-10
+OBJECTIVE = ObjectiveConfig(self_conditioning_null="uniform")  # the null that reads the embedding, on all ranks
 EVERYTHING = dataclasses.replace(
     CONFIG, layer_types=("linear", "sliding", "full"), linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=6,
     linear_value_head_dim=5, enable_mhc_connections=True, mhc_num_residual_streams=2, mtp_num_layers=2)
@@ -32,13 +33,14 @@ CASES = {  # sizes of the world, sequence parallel, parts that are recomputed, w
 
 def gradients_of(model, config, context):
     """The plan's loss and our own gradients of it. Lengths that no number of ranks divides, coins mixed."""
-    plan, parallel = toy_plan(packed=True), ParallelConfig(context_parallel_size=context.cp.size)
+    plan, parallel = toy_plan(OBJECTIVE, packed=True), ParallelConfig(context_parallel_size=context.cp.size)
     chosen = plan.microbatches[0][0]
     tokens = [toy_tokens(e.index, e.fit.prompt + e.fit.response) for e in chosen.examples]
-    streams = build_streams(chosen, tokens, ObjectiveConfig(), plan.denominators, vocab_size=config.vocab_size,
+    assert len({example.self_conditioned for example in chosen.examples}) == 2
+    streams = build_streams(chosen, tokens, OBJECTIVE, plan.denominators, vocab_size=config.vocab_size,
                             fill_token=config.fill_token_id)
-    options = PassOptions(torch.float64, split=SequenceSplit.of(context),
-                          context_split=ContextSplit.of(context, parallel, ObjectiveConfig(), config))
+    options = PassOptions(torch.float64, uniform_null=True, split=SequenceSplit.of(context),
+                          context_split=ContextSplit.of(context, parallel, OBJECTIVE, config))
     inputs = microbatch_inputs(streams, config, options)
     terms = model(inputs)
     terms.total.backward()

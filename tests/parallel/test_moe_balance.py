@@ -40,8 +40,9 @@ def differences(rank, sizes, lengths):
 
 @pytest.mark.parametrize(
     "sizes, lengths",
-    [({"world": 2}, (5, 8)), ({"world": 2, "ep": 2}, (9, 4)), ({"world": 2, "tp": 2, "ep": 2}, (7, 7)), ({"world": 2, "cp": 2}, (0, 6))],
-    ids=["dp2", "ep2", "tp2 sp, ep2", "cp2, a rank without tokens"])
+    [({"world": 2}, (5, 8)), ({"world": 2, "ep": 2}, (9, 4)), ({"world": 2, "tp": 2, "ep": 2}, (7, 7)), ({"world": 2, "cp": 2}, (0, 6)),
+     ({"world": 2, "cp": 2}, (4, 6))],
+    ids=["dp2", "ep2", "tp2 sp, ep2", "cp2, a rank without tokens", "cp2"])
 def test_losses_and_metrics(world, sizes, lengths):
     for gradients, metrics in world.run(differences, sizes, lengths, size=2):
         assert gradients <= 1e-12 and metrics <= 1e-12
