@@ -47,6 +47,13 @@ def test_parameters_are_dealt_from_last_to_first_by_grid_and_dtype():
     assert [bucket.group.name for bucket in dealt] == ["dp_cp", "edp", "dp_cp", "dp_cp"]
 
 
+def test_a_tied_parameter_has_a_bucket_of_its_own():
+    """Beside others, which differ between the ranks that have it, its range in a distributed optimizer would differ too."""
+    model = Parameters()
+    model.embedding.placement = dataclasses.replace(model.embedding.placement, tied_to="embedding")
+    assert [bucket.names for bucket in make_buckets(model).buckets] == [("scale", "head", "norm"), ("experts",), ("embedding",)]
+
+
 def test_gradients_add_up_over_microbatches_in_fp32():
     model = Parameters(half=SHAPES)
     buckets = make_buckets(model)
