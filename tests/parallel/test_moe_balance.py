@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_dllm.config import MoEConfig
-from megatron_dllm.moe.balance import BalanceLosses, RoutedTokens, RoutingMonitor, balance_metrics
+from megatron_dllm.moe.balance import BalanceLosses, ExpertBias, RoutedTokens, RoutingMonitor, balance_metrics
 from megatron_dllm.moe.dispatchers.build import build_dispatcher
 from megatron_dllm.moe.layer import MoELayer
 from megatron_dllm.parallel import ParallelContext, Topology, communication, create_context
@@ -46,3 +46,18 @@ def differences(rank, sizes, lengths):
 def test_losses_and_metrics(world, sizes, lengths):
     for gradients, metrics in world.run(differences, sizes, lengths, size=2):
         assert gradients <= 1e-12 and metrics <= 1e-12
+
+
+def bias_of(rank, sizes):
+    """A bias after a step in which rank 0 chose expert 0 alone, and rank 1 twice as often expert 1."""
+    context = create_context(Topology(**sizes), rank=rank, device=torch.device("cpu"), sequence_parallel=sizes.get("tp", 1) > 1)
+    bias, count = ExpertBias(3, 0.25, DTYPE, context), 2 * (rank + 1)
+    bias.note(torch.full((count, 1), rank), RoutedTokens.of(torch.zeros(count, dtype=torch.int64), 6, DTYPE))
+    bias.end_step(context, update=True)
+    return bias.value.tolist()
+
+
+@pytest.mark.parametrize("sizes", [{"world": 2}, {"world": 2, "tp": 2}, {"world": 2, "cp": 2}], ids=["dp2", "tp2 sp", "cp2"])
+def test_a_bias_follows_the_load_of_all_ranks(world, sizes):
+    """Loads 2, 4 and 0 of a mean of 2."""
+    assert world.run(bias_of, sizes, size=2) == [[0.0, -0.25, 0.25]] * 2

@@ -70,6 +70,21 @@ def test_losses_are_those_written_out(aux, z, recompute):
     assert figures.load.sum() == 2 * len(STREAM), "noted once, in the forward"
 
 
+def test_a_frozen_router_still_passes_its_losses_on_to_what_it_reads():
+    gradients = []
+    for aux in (0.0, 0.3):
+        layer, _ = build(aux)
+        layer.router.requires_grad_(False)
+        tokens, x = tokens_and_input()
+        residual = x.clone().requires_grad_()
+        layer(x, residual, tokens=tokens).sum().backward()
+        gradients.append(residual.grad)
+        wanted, _ = by_hand(layer, residual, aux, 0.0)
+    of_loss, = torch.autograd.grad(wanted, residual)
+    torch.testing.assert_close(gradients[1] - gradients[0], of_loss, rtol=1e-9, atol=1e-12)
+    assert of_loss.any()
+
+
 def test_even_use_costs_the_coefficient():
     losses = BalanceLosses(MoEConfig(moe_aux_loss_coeff=0.7), SINGLE, 4)
     indices = torch.tensor([[0, 1], [2, 3]])
