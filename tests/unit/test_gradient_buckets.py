@@ -212,3 +212,23 @@ def test_a_module_waits_for_its_own_parameters_and_those_of_the_next(monkeypatch
         waited.clear()
         module()
         assert {name for each in waited for name in each} == names
+
+
+def test_a_bucket_with_a_parameter_of_no_module_is_waited_for_at_once(monkeypatch):
+    model = Parameters()
+    buckets, module, waited = make_buckets(model, bucket_elements=22), nn.Module(), []
+    module.register_parameter("head", model.head)
+    module.register_parameter("experts", model.experts)
+    buckets.gather_beside_forward([module])
+    monkeypatch.setattr(Bucket, "finish_gather", lambda bucket: waited.append(bucket.names))
+    buckets.gather_parameters()
+    assert waited == [("scale", "head", "norm"), ("embedding",)]
+
+
+@pytest.mark.parametrize("change", [{}, {"partial_over_tp": True}, {"copies": 2}, {"tied_to": "scale"}], ids=str)
+def test_squares_that_kernels_sum_up_are_of_gradients_that_are_whole(change):
+    """What another rank adds later is not in them."""
+    model = Parameters(half=("scale",))
+    model.scale.placement = dataclasses.replace(model.scale.placement, **change)
+    piece, = (piece for piece in make_buckets(model).pieces() if piece.name == "scale")
+    assert (piece.main_gradient is None) == bool(change)
