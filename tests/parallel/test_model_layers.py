@@ -81,3 +81,19 @@ def test_model(world, case):
     for rank, (loss, difference, name) in enumerate(world.run(worst_difference, case, size=2)):
         assert loss <= TOLERANCE, f"rank {rank}: {loss:.1e}"
         assert difference <= TOLERANCE, f"rank {rank}, {name}: {difference:.1e}"
+
+
+def signals_of(rank):
+    """The soft embedding of logits at hand, as generation has them, from a rank's rows of the embedding, and from all of them."""
+    context = create_context(Topology(world=2, tp=2), rank=rank, device=torch.device("cpu"), sequence_parallel=False)
+    config = dataclasses.replace(CONFIG, num_layers=1, layer_types=("full",))
+    model, reference = toy_model(config=config, context=context), toy_model(config=config)
+    embedding = model.embedding.weight
+    with torch.no_grad():
+        embedding.placement.region(embedding).copy_(embedding.placement.cut(reference.embedding.weight))
+        logits = torch.randn(5, CONFIG.vocab_size, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+        return (model.soft_signal_of(logits) - reference.soft_signal_of(logits)).abs().max().item()
+
+
+def test_signals_of_generation_are_of_the_whole_vocabulary(world):
+    assert max(world.run(signals_of, size=2)) <= TOLERANCE

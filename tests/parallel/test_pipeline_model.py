@@ -1,10 +1,13 @@
 """The model over pipelines against one process (float64): losses, every gradient, the norm, and evaluation."""
 
+import dataclasses
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from megatron_dllm.models.diffusion_gemma.stages import over_stages
-from megatron_dllm.parallel import Topology, create_context
+from megatron_dllm.models.diffusion_gemma.stages import ModelPipeline, no_terms, over_stages
+from megatron_dllm.parallel import ParallelContext, Topology, create_context
 from tests.parallel.pipeline_cases import ALL, NONE, PipelineCase, compare, forget_the_tie
 
 TOLERANCE = 1e-10
@@ -78,3 +81,19 @@ def lose_the_signal(model, context):
 def test_one_backward_reaches_the_soft_embedding(world):
     found = world.run(compare, PipelineCase(PP2, "Et|ttL", (ALL,), joint=True), lose_the_signal, size=2)
     assert all(rank.worst == "embedding.weight" and rank.difference > 1e-6 and rank.loss <= TOLERANCE for rank in found), found
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_what_fills_up_an_evaluation_counts_for_nothing(count):
+    """A schedule of several chunks wants as many microbatches as there are ranks, here 3; of which each loses its number plus 1."""
+    context, seen = ParallelContext.single(), []
+
+    def run(schedule, inputs, shapes):
+        seen.append(len(inputs))
+        return [(number, 0, dataclasses.replace(no_terms(context), total=torch.tensor(number + 1.0))) for number in range(len(inputs))]
+
+    stand_in = SimpleNamespace(
+        context=SimpleNamespace(device=context.device, pp=SimpleNamespace(size=3)), layout=SimpleNamespace(chunks=2),
+        schedule=lambda *given: None, executor=SimpleNamespace(run=run), _shapes=lambda inputs: None)
+    total = ModelPipeline._run(stand_in, [SimpleNamespace(second_pass=None, joint=None)] * count, forward_only=True).total
+    assert total == sum(range(count + 1)) and seen == [3]
