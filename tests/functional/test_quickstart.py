@@ -35,5 +35,5 @@ def test_quickstart_makes_what_it_says_and_runs_again(tmp_path):
 def test_quickstart_leaves_a_directory_alone_that_is_not_its_own(tmp_path):
     (tmp_path / "train").mkdir()
     result = quickstart(tmp_path)
-    assert result.returncode == 1 and "is there already and is not a quickstart's" in result.stderr
+    assert result.returncode == 2 and "is there already and is not a quickstart's" in result.stderr
     assert (tmp_path / "train").exists()
