@@ -104,7 +104,6 @@ class MetricsFile:
             # A full disk gives an error without a file name.
             raise OSError(error.errno, f"cannot write metrics ({error.strerror})", str(self.path)) from error
 
-
     def _reopen_if_lost(self) -> None:
         """A file that somebody has removed takes records still, and nobody will see them."""
         try:
