@@ -130,6 +130,14 @@ def test_norm_and_zeros_count_every_element_once():
     assert sums.num_zeros() == 3 + 18 + 7
 
 
+def test_the_norm_has_what_fp32_would_lose():
+    model = Parameters(dtype=torch.float32)
+    buckets = make_buckets(model)
+    for piece, value in zip(buckets.pieces(), (1.0, 1e-4, 0.0, 0.0, 0.0, 0.0), strict=False):
+        piece.gradient.zero_()[..., :1].fill_(value)
+    assert GradientSums(buckets.pieces(), CONTEXT).norm().item() == pytest.approx(1 + 5e-9, rel=1e-10)
+
+
 def test_norm_of_a_rank_without_parameters_is_on_its_device():
     sums = GradientSums([], dataclasses.replace(CONTEXT, device=torch.device("meta")))
     assert sums.norm().device.type == "meta"

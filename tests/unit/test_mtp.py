@@ -6,8 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_dllm.config import ObjectiveConfig
+from megatron_dllm.config import ObjectiveConfig, parse
 from megatron_dllm.diffusion.inputs import MTP_GROUP
+from megatron_dllm.models.diffusion_gemma.build import build_model
+from megatron_dllm.parallel import ParallelContext
+from megatron_dllm.tensor_parallel import Constant
 from megatron_dllm.training.step import loss_metrics
 from megatron_dllm.transformer.mtp import with_mtp_layers
 from megatron_dllm.transformer.token_pass import LAYER_TYPES, PassTokens, token_pass
@@ -151,3 +154,11 @@ def test_tokens_and_weights_of_each_depth():
 def test_blocks_are_full_layers_whatever_the_last_layer_is():
     config = with_mtp_layers(dataclasses.replace(MTP, layer_types=("full",) * (MTP.num_layers - 1) + ("sliding",), mtp_num_layers=2))
     assert config.num_layers == MTP.num_layers + 2 and config.layer_types[-3:] == ("sliding", "full", "full")
+
+
+def test_routers_of_its_layers_are_frozen_with_the_others():
+    run = parse(["--preset", "toy", "--num-layers", "2", "--layer-types", "sliding,full", "--mtp-num-layers", "2", "--freeze-router",
+                 "--data-path", "none", "--train-iters", "1"])
+    model = build_model(run, ParallelContext.single("cpu"), init=Constant(0.0))
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    assert frozen == {name for name, _ in model.named_parameters() if ".router." in name} and any(name.startswith("mtp") for name in frozen)
