@@ -1,6 +1,7 @@
 """Collectives: value and gradient of each against sums over all ranks' tensors, which every rank can draw; and their counts."""
 
 import socket
+from datetime import timedelta
 
 import pytest
 import torch
@@ -163,7 +164,9 @@ def check_initialize(rank, port):
             patch.setenv(name, str(value))
         with pytest.raises(ValueError, match="--tensor-model-parallel-size to one of \\[1, 2\\]"):
             initialize(ParallelConfig(tensor_model_parallel_size=4), device="cpu")
-        context = initialize(ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True), device="cpu")
+        context = initialize(ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True), device="cpu", timeout_minutes=3.0)
+    for group in (context.world, context.tp):
+        assert group.handle._get_backend(context.device).options._timeout == timedelta(minutes=3)
     assert dist.get_backend() == "gloo" and context.sequence_parallel
     assert (context.tp.ranks, context.tp.rank, context.dp.ranks) == ((0, 1), rank, (rank,))
     assert sum_over(torch.tensor([rank + 1.0]), context.tp).item() == 3
